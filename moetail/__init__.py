@@ -1,0 +1,18 @@
+"""moetail: the tail of a Mixture-of-Experts layer, as one kernel, with the same bits."""
+
+from moetail import reference
+from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
+from moetail.numerics import Numerics
+from moetail.ops.finalize import finalize
+
+__version__ = "0.1.0"
+__all__ = ["MoEOutput", "Numerics", "TailSpec", "UnfinalizedMoEOutput", "finalize", "reference"]
+
+
+def __getattr__(name: str) -> object:
+    """`moetail.transformers`: the integration, imported at its first use, so that the core never imports it."""
+    if name == "transformers":
+        from moetail.integrations import transformers
+
+        return transformers
+    raise AttributeError(f"module 'moetail' has no attribute {name!r}")

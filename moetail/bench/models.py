@@ -1,0 +1,108 @@
+"""The models a bench can run: four built in (random weights, every layer MoE), a config file, or a checkpoint folder.
+
+Imports transformers (the `transformers` extra) when a model is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COMMON = {
+    "vocab_size": 4096, "num_hidden_layers": 4, "num_experts_per_tok": 8, "max_position_embeddings": 65536,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_DEEPSEEK_V3 = {
+    **_COMMON, "model_type": "deepseek_v3", "n_routed_experts": 64, "n_shared_experts": 1, "n_group": 8,
+    "topk_group": 4, "first_k_dense_replace": 0, "routed_scaling_factor": 2.5, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+
+# Widths of one expert follow published models: I/H 0.25 as Ling-mini-2.0 and Qwen3-Next, 0.28 as DeepSeek-V3, 0.69 as
+# Qwen1.5-MoE-A2.7B. Fewer experts and layers, so that they fit a laptop.
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "glm4-moe-mini": {
+        **_COMMON, "model_type": "glm4_moe", "hidden_size": 2048, "intermediate_size": 5632,
+        "moe_intermediate_size": 512, "n_routed_experts": 64, "n_shared_experts": 1, "first_k_dense_replace": 0,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
+    },
+    "qwen2-moe-mini": {
+        **_COMMON, "model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 64,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "decoder_sparse_step": 1,
+    },
+    "deepseek-v3-mini": {
+        **_DEEPSEEK_V3, "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 576,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 768,
+    },
+    "deepseek-v3-width": {
+        **_DEEPSEEK_V3, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    },
+}  # fmt: skip
+
+
+def load(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.nn.Module:
+    """A causal language model with MoE layers, in eval mode, experts on `grouped_mm`.
+
+    `name`: a built-in model, a config.json (random weights), or a folder with config.json (its weights where it has
+    safetensors files, random ones otherwise).
+
+    Raises: ValueError where the name is none of these, or the config has no MoE layers.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(name)
+    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+    if name in BUILT_IN:
+        config = AutoConfig.for_model(**BUILT_IN[name])
+    elif path.exists():
+        config = _read_config(path / "config.json" if path.is_dir() else path)
+    else:
+        raise ValueError(f"model must be one of {', '.join(BUILT_IN)}, a folder or a config.json, got {name!r}")
+
+    if has_weights:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, device_map={"": device}, experts_implementation="grouped_mm", local_files_only=True
+        )
+    else:
+        torch.manual_seed(seed)
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if not any(hasattr(module, "_apply_gate") for module in model.modules()):
+        raise ValueError(f"model must have Mixture-of-Experts layers, got {name!r} ({config.model_type}) without any")
+    model.set_experts_implementation("grouped_mm")
+    return model.eval()
+
+
+def input_tokens(model: torch.nn.Module, name: str, text: Path, count: int) -> torch.Tensor:
+    """int64 [count]: the text under the model's own tokenizer where the folder has one, its bytes otherwise; repeated
+    until there are enough. Raises: ValueError where the text is empty or the vocabulary has fewer than 256 entries."""
+    content = text.read_bytes()
+    if not content:
+        raise ValueError(f"text must be a file with content, got the empty {text}")
+    if Path(name).is_dir() and any(Path(name).glob("tokenizer*")):
+        from transformers import AutoTokenizer
+
+        ids = AutoTokenizer.from_pretrained(name, local_files_only=True)(content.decode(errors="replace"))["input_ids"]
+    else:
+        ids = list(content)
+        vocabulary = model.get_input_embeddings().num_embeddings
+        if vocabulary < 256:
+            raise ValueError(f"model must have a vocabulary of 256 or more to read bytes, got {vocabulary}")
+    tokens = torch.tensor(ids, dtype=torch.int64, device=next(model.parameters()).device)
+    return tokens.repeat(-(-count // tokens.numel()))[:count]
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        content = json.loads(path.read_text())
+        return AutoConfig.for_model(content.pop("model_type"), **content)
+    except (OSError, json.JSONDecodeError, KeyError, ValueError) as error:
+        raise ValueError(f"model must name a readable transformers config with a known model_type, got {path}: {error}") \
+            from error  # fmt: skip

@@ -1,0 +1,85 @@
+"""The JSON record that every bench can write, and the machine it names. Written by the bench, never by hand."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+
+
+def record(kind: str, rows: list[dict[str, Any]], complete: bool, world_size: int = 1) -> dict[str, Any]:
+    """kind: kernels | forward | serve. `complete` is False for a run that was interrupted."""
+    return {
+        "schema": SCHEMA, "kind": kind, "machine": machine(), "world_size": world_size, "complete": complete,
+        "rows": rows,
+    }  # fmt: skip
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write the record whole or not at all: a full disk leaves the old file, never half a new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".partial")
+    try:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on. MOETAIL_COMMIT names the commit where the tree has no .git."""
+    commit = os.environ.get("MOETAIL_COMMIT") or _git("rev-parse", "--short=12", "HEAD")
+    gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "driver": _driver() if gpu else None,
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "numba": _version("numba"),
+        "python": platform.python_version(),
+        "commit": commit,
+        "dirty": None if (changed := _git("status", "--porcelain", "--untracked-files=no")) is None else bool(changed),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def _git(*args: str) -> str | None:
+    here = Path(__file__).resolve().parent
+    done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] \
+        if info.exists() else []  # fmt: skip
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

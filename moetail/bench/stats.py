@@ -1,0 +1,69 @@
+"""From paired samples to a ratio, its interval and a verdict. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 4000
+# A/A may be off 1 by this much and still be called clean: two captures of one program differ by their addresses.
+AA_RESOLUTION = 0.002
+NEVER_SLOWER_MARGIN = 0.005
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio and its 95 % paired bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """word: faster | same | slower | void, and the sentence that says why."""
+
+    word: str
+    why: str
+
+
+def paired_ratio(baseline: list[float], ours: list[float], seed: int = 0) -> Interval:
+    """Median over rounds of ours/baseline; sample i of both belongs to round i. Rounds are resampled whole."""
+    if len(baseline) != len(ours) or len(baseline) < 4:
+        raise ValueError(f"ours must have one sample for each of >= 4 rounds, got {len(ours)} and {len(baseline)}")
+    ratios = np.asarray(ours) / np.asarray(baseline)
+    picks = np.random.default_rng(seed).integers(0, len(ratios), size=(RESAMPLES, len(ratios)))
+    low, high = np.quantile(np.median(ratios[picks], axis=1), (0.025, 0.975))
+    return Interval(float(np.median(ratios)), float(low), float(high))
+
+
+def judge(ratio: Interval, aa: Interval, differing_bits: int) -> Verdict:
+    """The verdict of one case, from ours/baseline and the control baseline/baseline of the same rounds.
+
+    void    the control is not 1 within its interval (and AA_RESOLUTION), or the interval is too wide to tell
+    faster  the whole interval lies below the control's
+    same    never slower: the interval's upper end is at most the control's + NEVER_SLOWER_MARGIN
+    slower  the whole interval lies above the control's, or a bit differs
+    """
+    if differing_bits:
+        return Verdict("slower", f"{differing_bits} output bits differ: no speed counts")
+    if aa.low > 1 + AA_RESOLUTION or aa.high < 1 - AA_RESOLUTION:
+        return Verdict("void", f"the control is {aa} and not 1: the machine was not quiet")
+    if ratio.high < min(aa.low, 1.0):
+        return Verdict("faster", f"{ratio} lies below the control {aa}")
+    if ratio.high <= aa.high + NEVER_SLOWER_MARGIN:
+        return Verdict("same", f"{ratio} is within the control {aa} + {NEVER_SLOWER_MARGIN:.1%}")
+    if ratio.low > aa.high:
+        return Verdict("slower", f"{ratio} lies above the control {aa}")
+    return Verdict("void", f"{ratio} is too wide to tell from the control {aa}: more rounds")
+
+
+def summary(samples_us: list[float]) -> dict[str, float | int]:
+    """Median and spread of one arm, in microseconds."""
+    p10, median, p90 = (float(q) for q in np.quantile(samples_us, (0.1, 0.5, 0.9)))
+    return {"median_us": median, "p10_us": p10, "p90_us": p90, "n": len(samples_us)}

@@ -1,0 +1,91 @@
+"""The only place a clock is read.
+
+An arm is a program that can be run once and timed. Arms are interleaved one run at a time: a round is a palindrome
+(A B C C B A), so that a drift of the machine falls on all of them alike, and the order rotates from round to round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`run` executes the program once and returns its time in microseconds."""
+
+    name: str
+    run: Callable[[], float]
+
+
+def cpu_arm(name: str, program: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> Arm:
+    """An eager program under a monotonic clock; `prepare` runs before the clock starts."""
+
+    def run() -> float:
+        prepare()
+        start = time.perf_counter_ns()
+        program()
+        return (time.perf_counter_ns() - start) / 1e3
+
+    return Arm(name, run)
+
+
+def cuda_graph_arm(
+    name: str, program: Callable[[], object], prepare: Callable[[], object] = lambda: None, repeats: int = 1
+) -> Arm:
+    """The program captured as a CUDA graph, `repeats` times in a row; `prepare` is captured before the first event.
+
+    Both events are nodes of the graph, so neither the launch of the graph nor the host is in the time.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            prepare()
+            program()
+    torch.cuda.current_stream().wait_stream(side)
+    start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepare()
+        start.record()
+        for _ in range(repeats):
+            program()
+        end.record()
+
+    def run() -> float:
+        graph.replay()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3 / repeats
+
+    return Arm(name, run)
+
+
+def warm_up(arms: list[Arm], seconds: float) -> float:
+    """Run every arm in turn for at least `seconds`; returns the slowest arm's last time in microseconds."""
+    deadline = time.perf_counter() + seconds
+    while True:
+        slowest = max(arm.run() for arm in arms)
+        if time.perf_counter() >= deadline:
+            return slowest
+
+
+def interleave(
+    arms: list[Arm], rounds: int, on_round: Callable[[], object] = lambda: None
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Every sample of each arm, and one paired value a round (the mean of its two runs), in microseconds."""
+    samples: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    paired: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    orders = itertools.cycle(itertools.permutations(arms))
+    for _ in range(rounds):
+        order = next(orders)
+        for arm in (*order, *reversed(order)):
+            samples[arm.name].append(arm.run())
+        for arm in arms:
+            paired[arm.name].append(sum(samples[arm.name][-2:]) / 2)
+        on_round()
+    return samples, paired

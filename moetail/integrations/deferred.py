@@ -1,0 +1,148 @@
+"""A routed sum that has not been computed yet, and that a model's own `routed + shared` computes.
+
+transformers lets a library replace the experts, but the shared experts are added in the model's block. So the experts
+return this value instead of a tensor: it carries the expert rows, absorbs reshapes and a scalar factor, and the first
+`+ tensor` runs one finalize. Anything else it is asked for computes the routed sum first and asks that tensor, so that
+a block this file has never seen still gets the right numbers.
+
+A plain object and not a Tensor subclass: Dynamo traces through it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moetail.contract import TailSpec, UnfinalizedMoEOutput
+
+
+class DeferredRoutedSum:
+    """sum_k weights[t,k] * rows[row_map[t,k]] of shape `shape`, in the rows' dtype, on demand."""
+
+    def __init__(self, routed: UnfinalizedMoEOutput, tail: TailSpec, shape: tuple[int, ...]) -> None:
+        self.routed = routed
+        self.tail = tail
+        self.shape = torch.Size(shape)
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.routed.rows.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.routed.rows.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def tensor(self) -> torch.Tensor:
+        """The routed sum as a tensor; computed once."""
+        if self._tensor is None:
+            self._tensor = self.routed.finalize(None, self.tail).view(self.shape)
+        return self._tensor
+
+    def view(self, *shape: Any) -> Any:
+        if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+            return self.tensor().view(shape[0])
+        wanted = _resolve(shape, self.shape)
+        if self._tensor is not None or wanted[-1] != self.shape[-1]:
+            return self.tensor().view(wanted)
+        return DeferredRoutedSum(self.routed, self.tail, wanted)
+
+    reshape = view
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+        return self if memory_format == torch.contiguous_format else self.tensor().contiguous(memory_format=memory_format)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        targets = [*args, *(v for k, v in kwargs.items() if k in ("dtype", "device") and v is not None)]
+        if kwargs.get("copy") or not all(_is_same(target, self) for target in targets):
+            return self.tensor().to(*args, **kwargs)
+        return self
+
+    def _plus(self, other: Any) -> torch.Tensor:
+        fits = (
+            isinstance(other, torch.Tensor)
+            and self._tensor is None
+            and other.shape == self.shape
+            and other.dtype == self.dtype
+            and other.device == self.device
+            and not (torch.is_grad_enabled() and other.requires_grad)
+        )
+        if not fits:
+            return self.tensor() + (other.tensor() if isinstance(other, DeferredRoutedSum) else other)
+        shared = other.reshape(self.routed.num_tokens, self.shape[-1])
+        if shared.stride(-1) != 1:
+            shared = shared.contiguous()
+        return self.routed.finalize(shared, self.tail).view(self.shape)
+
+    __add__ = __radd__ = _plus
+
+    def _times(self, other: Any) -> Any:
+        if isinstance(other, float) and self._tensor is None and self.tail.routed_scale == 1.0:
+            return DeferredRoutedSum(self.routed, replace(self.tail, routed_scale=other), self.shape)
+        return self.tensor() * (other.tensor() if isinstance(other, DeferredRoutedSum) else other)
+
+    __mul__ = __rmul__ = _times
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__):
+            if not kwargs and len(args) == 2:
+                deferred, other = args if isinstance(args[0], cls) else args[::-1]
+                return deferred._plus(other)
+        args = [a.tensor() if isinstance(a, cls) else a for a in args]
+        return func(*args, **{k: v.tensor() if isinstance(v, cls) else v for k, v in kwargs.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __repr__(self) -> str:
+        return f"DeferredRoutedSum(shape={tuple(self.shape)}, dtype={self.dtype}, {self.tail})"
+
+
+def _delegate(name: str) -> Any:
+    def method(self: DeferredRoutedSum, *args: Any) -> Any:
+        args = tuple(a.tensor() if isinstance(a, DeferredRoutedSum) else a for a in args)
+        return getattr(self.tensor(), name)(*args)
+
+    return method
+
+
+# Python looks operators up on the class, never through __getattr__.
+for _name in (
+    "sub rsub truediv rtruediv floordiv mod pow rpow matmul rmatmul neg abs pos getitem setitem len iter bool float int "
+    "lt le gt ge and or xor invert array"
+).split():
+    setattr(DeferredRoutedSum, f"__{_name}__", _delegate(f"__{_name}__"))
+
+
+def _resolve(shape: tuple[Any, ...], current: torch.Size) -> tuple[int, ...]:
+    wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
+    if -1 not in wanted:
+        return wanted
+    known = math.prod(s for s in wanted if s != -1)
+    return tuple(math.prod(current) // known if s == -1 else s for s in wanted)
+
+
+def _is_same(target: Any, value: DeferredRoutedSum) -> bool:
+    if isinstance(target, torch.dtype):
+        return target == value.dtype
+    if isinstance(target, (str, torch.device)):
+        device = torch.device(target)
+        return device.type == value.device.type and device.index in (None, value.device.index)
+    return isinstance(target, bool)  # non_blocking

@@ -1,0 +1,217 @@
+"""Hugging Face transformers: any MoE model's tail as one kernel, with the bits of `grouped_mm`.
+
+    import moetail
+    moetail.transformers.enable(model)       # or from_pretrained(..., experts_implementation="moetail")
+    print(*moetail.transformers.explain(model), sep="\\n")
+    moetail.transformers.disable(model)
+
+Nothing is patched: an experts function is registered under the name "moetail" (importing this file does it), and it
+returns a value that the block's own `routed + shared` completes (`deferred.py`). Where that cannot be done with the
+same bits the stock `grouped_mm` runs, and `explain` says why.
+Source: what transformers computes is `grouped_mm_experts_forward` of transformers.integrations.moe, 5.17.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+
+from moetail.contract import TailSpec, UnfinalizedMoEOutput
+from moetail.integrations.deferred import DeferredRoutedSum
+from moetail.numerics import Numerics
+
+NAME = "moetail"
+OLDEST, TOO_NEW = Version("5.17"), Version("6")
+if not OLDEST <= Version(Version(transformers.__version__).base_version) < TOO_NEW:
+    raise ValueError(f"transformers must be >= {OLDEST} and < {TOO_NEW}, got {transformers.__version__}")
+
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS  # noqa: E402
+from transformers.integrations.moe import (  # noqa: E402
+    ALL_EXPERTS_FUNCTIONS,
+    _grouped_linear,
+    grouped_mm_experts_forward,
+)
+
+TAIL = TailSpec(Numerics.TRANSFORMERS)
+
+
+class Reason(enum.Enum):
+    """Why a block keeps the stock path, or why only its finalize is ours."""
+
+    NOT_REGISTERED = "its experts class is not one of transformers' experts interface"
+    QUANTIZED = "its expert weights are not bf16, fp16 or fp32"
+    DEVICE = "grouped_mm needs a CPU or a GPU of compute capability 8.0 or newer"
+    NO_BITS = "torch.sum's order is not defined by us at this top-k and hidden size on this device"
+    GRADIENTS = "gradients are enabled: training keeps the stock path (use torch.no_grad() for inference)"
+    AUTOCAST = "autocast is on, which changes how torch.sum rounds"
+    MIXED_DTYPES = "hidden states and expert weights differ in dtype"
+    NO_SHARED_EXPERTS = "the model has no shared experts to add"
+    WRAPPED = "a hook or a wrapped forward (tensor parallel, offloading) reads the experts' output"
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What one MoE block runs. `path`: "one kernel" (finalize + shared add), "finalize only", or "stock"."""
+
+    block: str
+    experts: str
+    path: str
+    reason: Reason | None
+
+    def __str__(self) -> str:
+        return f"{self.block}: {self.path}" + (f" ({self.reason.value})" if self.reason else "")
+
+
+def enable(model: torch.nn.Module) -> torch.nn.Module:
+    """Run this model's MoE blocks through moetail; returns the model. Nothing is written to its saved config.
+
+    Raises: ValueError where no block of the model has MoE experts, or where none of them can be served (the reasons are in the message).
+    """
+    plans = explain(model)
+    if all(plan.path == "stock" for plan in plans):
+        raise ValueError("model must have a MoE block that moetail can serve, got: " + "; ".join(map(str, plans)))
+    current = model.get_experts_implementation()
+    if NAME not in current.values():
+        model._moetail_stock = current
+        model.set_experts_implementation(NAME)
+    return model
+
+
+def disable(model: torch.nn.Module) -> torch.nn.Module:
+    """Give the model its previous experts implementation back; returns the model."""
+    stock = model.__dict__.pop("_moetail_stock", "grouped_mm")
+    if NAME in model.get_experts_implementation().values():
+        model.set_experts_implementation(stock)
+    return model
+
+
+def explain(model: torch.nn.Module) -> list[BlockPlan]:
+    """What each MoE block of the model would run under `enable`, and why, one row a block.
+
+    States that belong to a call (gradients, autocast) are reported as they are now; eval mode and no_grad are assumed
+    where the model is in eval mode.
+
+    Raises: ValueError where the model has no MoE block.
+    """
+    plans = []
+    for name, module in model.named_modules():
+        if hasattr(module, "_apply_gate") and hasattr(module, "has_gate"):
+            plans.append(_plan(name, module, model.training))
+        elif name.rpartition(".")[2] == "experts" and sum(1 for _ in module.parameters()) > 0:
+            plans.append(BlockPlan(name, type(module).__name__, "stock", Reason.NOT_REGISTERED))
+    if not plans:
+        raise ValueError(f"model must have Mixture-of-Experts blocks, got {type(model).__name__} without any")
+    return plans
+
+
+def experts_forward(
+    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor | DeferredRoutedSum:
+    """The experts function: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H] or its promise."""
+    weight = self.down_proj
+    wants_grad = torch.is_grad_enabled() and (
+        hidden_states.requires_grad or top_k_weights.requires_grad or weight.requires_grad
+    )
+    if (
+        wants_grad
+        or torch.is_autocast_enabled(hidden_states.device.type)
+        or hidden_states.dtype != weight.dtype
+        or _static_reason(weight, top_k_index.shape[-1], hidden_states.shape[-1]) is not None
+    ):
+        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    routed = expert_rows(self, hidden_states, top_k_index, top_k_weights)
+    if _finalize_only_reason(self) is None:
+        return DeferredRoutedSum(routed, TAIL, tuple(hidden_states.shape))
+    return routed.finalize(None, TAIL)
+
+
+def expert_rows(
+    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> UnfinalizedMoEOutput:
+    """The experts up to their second GEMM: the rows that stock `grouped_mm` computes, bit for bit, and their map.
+
+    Under expert parallelism the slots of other ranks have an id >= num_experts and sort to the end; the rows behind
+    the last group are never written, which `num_valid_rows` says (stock masks them three times instead).
+    """
+    num_slots, K = top_k_index.numel(), top_k_index.shape[-1]
+    expert_ids, order = torch.sort(top_k_index.reshape(-1))
+    row_map = torch.empty_like(order)
+    row_map[order] = torch.arange(num_slots, device=order.device)
+    # histc and not bincount, which a CUDA graph cannot hold; its CPU version takes floats only.
+    ids = expert_ids.float() if expert_ids.device.type == "cpu" else expert_ids.int()
+    counts = torch.histc(ids, bins=self.num_experts, min=0, max=self.num_experts - 1)
+    offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    bias_of = expert_ids.clamp(max=self.num_experts - 1) if self.has_bias else None
+
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    x = hidden_states[order // K]
+    x = _linear(self, first, x, offsets, bias_of)
+    x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
+    rows = _linear(self, "down_proj", x, offsets, bias_of)
+    return UnfinalizedMoEOutput(rows, row_map.view(-1, K), top_k_weights, offsets[-1:])
+
+
+def _linear(
+    self: torch.nn.Module, name: str, x: torch.Tensor, offsets: torch.Tensor, bias_of: torch.Tensor | None
+) -> torch.Tensor:
+    bias = None if bias_of is None else getattr(self, name + "_bias")[bias_of]
+    return _grouped_linear(x, getattr(self, name), offsets, bias=bias, is_transposed=self.is_transposed)
+
+
+def _plan(name: str, experts: torch.nn.Module, training: bool) -> BlockPlan:
+    K, H = _top_k(experts.config), experts.config.get_text_config().hidden_size
+    stock = _static_reason(experts.down_proj, K, H)
+    if stock is None and training:
+        stock = Reason.GRADIENTS
+    if stock is None and torch.is_autocast_enabled(experts.down_proj.device.type):
+        stock = Reason.AUTOCAST
+    if stock is not None:
+        return BlockPlan(name, type(experts).__name__, "stock", stock)
+    partly = _finalize_only_reason(experts)
+    return BlockPlan(name, type(experts).__name__, "finalize only" if partly else "one kernel", partly)
+
+
+def _static_reason(weight: torch.Tensor, K: int, H: int) -> Reason | None:
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return Reason.QUANTIZED
+    kind = weight.device.type
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and torch.cuda.get_device_capability(weight.device) < (8, 0)):
+        return Reason.DEVICE
+    try:
+        Numerics.TRANSFORMERS.resolve(0, K, H, kind, weight.dtype, weight.dtype)
+    except ValueError:
+        return Reason.NO_BITS
+    return None
+
+
+def _finalize_only_reason(experts: torch.nn.Module) -> Reason | None:
+    if "forward" in vars(experts) or experts._forward_hooks:
+        return Reason.WRAPPED
+    return None if has_shared_experts(experts.config) else Reason.NO_SHARED_EXPERTS
+
+
+def has_shared_experts(config: Any) -> bool:
+    """Whether the block adds a shared expert's output. Families name it differently (n_shared_experts,
+    moe_num_shared_experts, shared_expert_intermediate_size, shared_intermediate_size, num_shared_expert)."""
+    return any(value for key, value in vars(config).items() if re.search(r"shared?_?(expert|intermediate)", key)
+               and isinstance(value, (int, list)))  # fmt: skip
+
+
+def _top_k(config: Any) -> int:
+    text = config.get_text_config()
+    for name in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token", "moe_top_k"):
+        value = getattr(text, name, None)
+        if value is not None:
+            return max(value) if isinstance(value, list) else value
+    return 1
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+# Quantized experts look the same name up in a registry of their own: they keep their stock path.
+ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, ALL_FP8_EXPERTS_FUNCTIONS["grouped_mm"])

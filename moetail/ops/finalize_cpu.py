@@ -1,0 +1,249 @@
+"""finalize on a CPU: a compiled, multi-threaded kernel (numba: no compiler needed on the user's machine).
+
+One token at a time: its fp32 accumulators stay in the L1 cache while the K expert rows stream by. LLVM vectorizes the
+column loops; it neither contracts nor reorders (no fastmath), so a column's arithmetic is exactly what is written.
+Threads are our own and not numba's: its bundled layer aborts the process when two Python threads call at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from moetail.numerics import Numerics, slot_groups, torch_cpu_main_columns
+
+# Below this much work a second thread costs more than it saves: handing over takes about 30 us, and one core reads
+# about 8 GB/s here (2-core EPYC).
+_BYTES_PER_THREAD = 512 * 1024
+
+_PRODUCTS = ("none", "fma", "round_f32", "round_row")
+# numba has neither bf16 nor a complete fp16: their bits travel as two integer types, which also choose the code below.
+_TAGS = {torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32: np.float32(0)}
+
+
+def launch(
+    rows: torch.Tensor,
+    row_map: torch.Tensor,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+    num_valid_rows: torch.Tensor | None,
+    routed_scale: float,
+    numerics: Numerics,
+    out: torch.Tensor,
+) -> None:
+    """Write `out`. The arguments are checked, `numerics` is concrete, T >= 1."""
+    (T, K), (R, H) = row_map.shape, rows.shape
+    limit = R if num_valid_rows is None else min(R, int(num_valid_rows))
+    row_map = row_map.to(torch.int64).contiguous()
+    weights = None if weights is None else weights.to(torch.float32).contiguous()
+    gate = None if shared_gate is None else torch.sigmoid(shared_gate.float()).contiguous()
+    if gate is not None and numerics.rounding == "two":
+        gate = gate.to(rows.dtype).float()
+    kernel = _kernel(
+        _PRODUCTS.index(numerics.product),
+        0 if shared is None else 1 if gate is None else 2,
+        0 if routed_scale == 1.0 else 1 if numerics.scale == "f32" else 2,
+        numerics.rounding == "two",
+        numerics.zero == "positive",
+    )
+    main = torch_cpu_main_columns(H) if numerics.order == "torch_cpu" else H
+    groups = 1 if numerics.order == "torch_cpu" else len(slot_groups(numerics.order, K))
+    args = (
+        _TAGS[rows.dtype], _address(rows), _row_bytes(rows), _address(row_map), _address(weights), _address(shared),
+        _row_bytes(shared), _address(gate), _address(out), _row_bytes(out), K, H, main, limit, groups, routed_scale,
+    )  # fmt: skip
+    parts = min(torch.get_num_threads(), T, 1 + T * K * H * rows.element_size() // _BYTES_PER_THREAD)
+    bounds = [T * i // parts for i in range(parts + 1)]
+    pool = _pool(os.getpid(), parts - 1) if parts > 1 else None
+    others = [pool.submit(kernel, bounds[i], bounds[i + 1], *args) for i in range(1, parts)] if pool else []
+    kernel(bounds[0], bounds[1], *args)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
+    """One pool a process: a forked child has none of its parent's threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="moetail-finalize")
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _row_bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.stride(0) * tensor.element_size()
+
+
+@intrinsic
+def _pointer(typingctx, address, tag):  # noqa: ANN001, ANN202
+    """The address as a pointer to the tag's type."""
+
+    def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(tag)(types.int64, tag), codegen
+
+
+def _emit_load(builder, tag, bits):  # noqa: ANN001, ANN202
+    if tag == types.uint16:
+        wide = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(wide, ir.FloatType())
+    if tag == types.int16:
+        return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
+    return bits
+
+
+def _emit_store(builder, tag, value):  # noqa: ANN001, ANN202
+    if tag == types.uint16:
+        i32, i16 = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(value, i32)
+        odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, i32(0x7FFF))), i32(16))
+        return builder.select(builder.fcmp_unordered("uno", value, value), i16(0x7FC0), builder.trunc(rounded, i16))
+    if tag == types.int16:
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+    return value
+
+
+@intrinsic
+def _load(typingctx, bits):  # noqa: ANN001, ANN202
+    """fp32 of a stored element: bf16 bits (uint16), fp16 bits (int16) or fp32. Exact."""
+    return types.float32(bits), lambda context, builder, signature, args: _emit_load(builder, bits, args[0])
+
+
+@intrinsic
+def _store(typingctx, value, tag):  # noqa: ANN001, ANN202
+    """The stored element nearest to an fp32, ties to even. bf16: a NaN becomes 0x7fc0, as torch's does."""
+    return tag(types.float32, tag), lambda context, builder, signature, args: _emit_store(builder, tag, args[0])
+
+
+@intrinsic
+def _fma(typingctx, a, b, c):  # noqa: ANN001, ANN202
+    """fp32 a * b + c, rounded once: one instruction where the CPU has it, the C library's exact fmaf elsewhere."""
+    signature = types.float32(types.float32, types.float32, types.float32)
+    return signature, lambda context, builder, signature, args: builder.fma(*args)
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_add(typingctx, product, acc, bits, w):  # noqa: ANN001, ANN202
+    """acc + element * w with the rounding of `product`, a compile-time index into _PRODUCTS."""
+    kind, tag = _PRODUCTS[product.literal_value], types.unliteral(bits)
+
+    def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
+        _, acc, element, w = args
+        x = _emit_load(builder, tag, element)
+        if kind == "none":
+            return builder.fadd(acc, x)
+        if kind == "fma":
+            return builder.fma(x, w, acc)
+        value = builder.fmul(x, w)
+        if kind == "round_row":
+            value = _emit_load(builder, tag, _emit_store(builder, tag, value))
+        return builder.fadd(acc, value)
+
+    return types.float32(product, types.float32, tag, types.float32), codegen
+
+
+@functools.cache
+def _kernel(PRODUCT: int, SHARED: int, SCALE: int, TWO_ROUNDINGS: bool, POSITIVE_ZERO: bool) -> Callable[..., None]:
+    """The kernel for one set of compile-time facts; numba specializes it on the element type and keeps it on disk.
+
+    PRODUCT: index into _PRODUCTS. SHARED: 0 none, 1 plain, 2 gated. SCALE: 0 none, 1 f32, 2 round_row.
+    """
+
+    @numba.njit(nogil=True, cache=True)
+    def finalize_cpu(  # noqa: ANN202
+        first, last, tag, rows_at, rows_stride, map_at, weights_at, shared_at, shared_stride, gate_at, out_at,
+        out_stride, K, H, main, limit, groups, scale,
+    ):  # fmt: skip  # noqa: ANN001
+        row_of = numba.carray(_pointer(map_at, 0), last * K)
+        weights = numba.carray(_pointer(weights_at, numba.float32(0)), last * K)
+        gates = numba.carray(_pointer(gate_at, numba.float32(0)), last)
+        factor = numba.float32(scale)
+        acc = np.empty((groups, H), np.float32)
+        edge = np.empty((4, H - main), np.float32)  # torch_cpu: accumulators of the last columns
+        at = np.empty(K, np.int64)  # address and weight of a group's present slots
+        by = np.ones(K, np.float32)
+        for t in range(first, last):
+            acc[:] = 0
+            for g in range(groups):
+                n = 0
+                for k in range(g, K, groups):
+                    r = row_of[t * K + k]
+                    if 0 <= r < limit:
+                        at[n] = rows_at + r * rows_stride
+                        if PRODUCT != 0:
+                            by[n] = weights[t * K + k]
+                        n += 1
+                a = acc[g, :main]
+                # Four rows a pass: at H 4096 one row a pass reads shuffled rows at 18 GB/s on two cores, four at 28
+                # (a copy moves 34): more loads in flight, and a quarter of the traffic to the accumulators.
+                for i in range(0, n - 3, 4):
+                    x0, x1 = _row(at[i], tag, main), _row(at[i + 1], tag, main)
+                    x2, x3 = _row(at[i + 2], tag, main), _row(at[i + 3], tag, main)
+                    w0, w1, w2, w3 = by[i], by[i + 1], by[i + 2], by[i + 3]
+                    for c in range(main):
+                        v = _multiply_add(PRODUCT, a[c], x0[c], w0)
+                        v = _multiply_add(PRODUCT, v, x1[c], w1)
+                        v = _multiply_add(PRODUCT, v, x2[c], w2)
+                        a[c] = _multiply_add(PRODUCT, v, x3[c], w3)
+                for i in range(n - n % 4, n):
+                    x, w = _row(at[i], tag, main), by[i]
+                    for c in range(main):
+                        a[c] = _multiply_add(PRODUCT, a[c], x[c], w)
+            for g in range(1, groups):
+                for c in range(main):
+                    acc[0, c] += acc[g, c]
+
+            if main < H:
+                edge[:] = 0
+                for k in range(K):
+                    r = row_of[t * K + k]
+                    if 0 <= r < limit:
+                        x = _row(rows_at + r * rows_stride, tag, H)
+                        w = weights[t * K + k] if PRODUCT != 0 else numba.float32(1)
+                        e = edge[k % 4 if k < K // 4 * 4 else 0]
+                        for c in range(main, H):
+                            e[c - main] = _multiply_add(PRODUCT, e[c - main], x[c], w)
+                for c in range(main, H):
+                    e = edge[:, c - main]
+                    acc[0, c] = ((e[0] + e[1]) + e[2]) + e[3]
+
+            total, y, s = acc[0], _row(out_at + t * out_stride, tag, H), _row(shared_at + t * shared_stride, tag, H)
+            gate = gates[t] if SHARED == 2 else numba.float32(1)
+            for c in range(H):
+                v = total[c]
+                if SCALE == 1:
+                    v = v * factor
+                if SCALE == 2:
+                    v = _load(_store(v, tag)) * factor
+                if TWO_ROUNDINGS:
+                    v = _load(_store(v, tag))
+                if SHARED == 1:
+                    v = v + _load(s[c])
+                if SHARED == 2:
+                    if TWO_ROUNDINGS:
+                        v = v + _load(_store(gate * _load(s[c]), tag))
+                    else:
+                        v = _fma(gate, _load(s[c]), v)
+                if POSITIVE_ZERO:
+                    v = _load(_store(v, tag)) + numba.float32(0)
+                y[c] = _store(v, tag)
+
+    return finalize_cpu
+
+
+@numba.njit(nogil=True, inline="always")
+def _row(address, tag, H):  # noqa: ANN001, ANN202
+    return numba.carray(_pointer(address, tag), H)

@@ -1,0 +1,169 @@
+"""finalize on a CUDA GPU: one Triton kernel from expert rows to [T, H].
+
+A program owns one token and BLOCK columns and reads each of its K rows once. Programmatic dependent launch: the
+kernel lets its dependents start at once and reads nothing before its own wait, because a kernel launched early may run
+before the one *before* its producer has finished (map, weights and shared included).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from moetail.numerics import Numerics
+
+_INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@dataclass(frozen=True)
+class FinalizeConfig:
+    """Columns of a program, and its warps. A config changes time, never bits."""
+
+    block: int
+    warps: int
+
+
+def heuristic(T: int, K: int, H: int, element_size: int) -> FinalizeConfig:
+    """The config of a call, from static facts."""
+    block = min(triton.next_power_of_2(H), 1024 if T >= 16 else 512)
+    return FinalizeConfig(block, max(1, block * element_size // 512))
+
+
+def launch(
+    rows: torch.Tensor,
+    row_map: torch.Tensor,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+    num_valid_rows: torch.Tensor | None,
+    routed_scale: float,
+    numerics: Numerics,
+    out: torch.Tensor,
+    config: FinalizeConfig | None = None,
+) -> None:
+    """Write `out`. The arguments are checked, `numerics` is concrete, T >= 1."""
+    (T, K), (R, H) = row_map.shape, rows.shape
+    cfg = config or heuristic(T, K, H, rows.element_size())
+    pdl = _has_pdl(rows.device)
+    _finalize_kernel[(T, triton.cdiv(H, cfg.block))](
+        rows, row_map, weights, shared, shared_gate, num_valid_rows, out, R, rows.stride(0), *row_map.stride(),
+        *((0, 0) if weights is None else weights.stride()), 0 if shared is None else shared.stride(0),
+        0 if shared_gate is None else shared_gate.stride(0), out.stride(0), float(routed_scale),
+        K=K, H=H, BLOCK=cfg.block, PRODUCT=numerics.product, GROUPS=_groups(numerics.order),
+        SCALE="none" if routed_scale == 1.0 else numerics.scale, TWO_ROUNDINGS=numerics.rounding == "two",
+        POSITIVE_ZERO=numerics.zero == "positive", PDL=pdl, num_warps=cfg.warps, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@functools.cache
+def _has_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _groups(order: str) -> int:
+    if order == "torch_cpu":
+        raise ValueError("numerics order torch_cpu must run on a cpu: it is the order of torch.sum there")
+    return 1 if order == "sequential" else int(order.removeprefix("split(").removesuffix(")"))
+
+
+@triton.jit(do_not_specialize=["R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
+                               "gate_stride", "scale"])  # fmt: skip
+def _finalize_kernel(
+    rows, row_map, weights, shared, gate, num_valid_rows, out, R, rows_stride, map_stride_t, map_stride_k,
+    weights_stride_t, weights_stride_k, shared_stride, gate_stride, out_stride, scale,
+    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr,
+    SCALE: tl.constexpr, TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    limit = R
+    if num_valid_rows is not None:
+        limit = tl.minimum(R.to(tl.int64), tl.load(num_valid_rows).to(tl.int64))
+    y = _routed_sum(
+        rows, row_map + t * map_stride_t, map_stride_k, weights, t * weights_stride_t, weights_stride_k, c, here,
+        limit, rows_stride, K, BLOCK, PRODUCT, GROUPS,
+    )  # fmt: skip
+    dtype = out.dtype.element_ty
+    if SCALE == "round_row":
+        y = _round(y, dtype)
+    if SCALE != "none":
+        y = y * scale
+    if TWO_ROUNDINGS:
+        y = _round(y, dtype)
+    if shared is not None:
+        s = tl.load(shared + t * shared_stride + c, mask=here, other=0.0).to(tl.float32)
+        if gate is None:
+            y = y + s
+        else:
+            g = _sigmoid(tl.load(gate + t * gate_stride).to(tl.float32) + tl.zeros_like(s))
+            y = y + _round(_round(g, dtype) * s, dtype) if TWO_ROUNDINGS else tl.fma(g, s, y)
+    y = _to(y, dtype)
+    if POSITIVE_ZERO:
+        y = tl.where(y == 0.0, tl.zeros_like(y), y)
+    tl.store(out + t * out_stride + c, y, mask=here)
+
+
+@triton.jit
+def _routed_sum(
+    rows, row_map, map_stride_k, weights, weights_at, weights_stride_k, c, here, limit, rows_stride,
+    K: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One token's fp32 [BLOCK]: GROUPS accumulators, slot k to k % GROUPS, added left to right."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for g in tl.static_range(GROUPS if GROUPS < K else K):
+        acc = tl.zeros([BLOCK], tl.float32)
+        for k in tl.static_range(g, K, GROUPS):
+            r = tl.load(row_map + k * map_stride_k)
+            present = (r >= 0) & (r < limit)
+            # The row index alone is widened: R * H may pass 2**31, T * K does not.
+            at = rows + r.to(tl.int64) * rows_stride + c
+            x = tl.load(at, mask=tl.where(present, here, False), other=0.0).to(tl.float32)
+            if PRODUCT == "none":
+                added = acc + x
+            else:
+                w = tl.load(weights + weights_at + k * weights_stride_k).to(tl.float32)
+                if PRODUCT == "fma":
+                    added = tl.fma(x, w + tl.zeros_like(x), acc)
+                elif PRODUCT == "round_row":
+                    added = acc + _round(x * w, rows.dtype.element_ty)
+                else:
+                    added = acc + x * w
+            acc = tl.where(present, added, acc)
+        total = acc if g == 0 else total + acc
+    return total
+
+
+@triton.jit
+def _to(x, dtype: tl.constexpr):
+    """fp32 to the rows' dtype, to nearest even. Triton's interpreter truncates to bf16 (3.6 to 3.9): by hand there."""
+    if _INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    return _to(x, dtype).to(tl.float32)
+
+
+@triton.jit
+def _sigmoid(x):
+    """torch.sigmoid in fp32: a full-precision exp (tl.exp is ex2.approx) and a correctly rounded division."""
+    if _INTERPRET:
+        e = tl.exp(-x)
+    else:
+        e = libdevice.exp(-x)
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + e)
