@@ -83,7 +83,7 @@ class Numerics:
         """The preset's name, or the five fields where it is none."""
         return _NAMES.get(self, self.spec)
 
-    @property
+    @functools.cached_property
     def spec(self) -> str:
         """The five fields in one string: how an op's schema carries a Numerics."""
         return "/".join(astuple(self))
@@ -159,18 +159,18 @@ def _torch_sum_order(K: int, H: int, device_type: str) -> str:
     differing bit at K 1 to 48, H 2 to 5120, T 1 to 1000; at K 64 torch splits the sum over threads)."""
     if device_type == "cuda":
         if K > 48:
-            raise ValueError(f"numerics TRANSFORMERS on cuda is defined for K <= 48, got K={K}: torch.sum splits above")
+            raise ValueError(f"numerics TRANSFORMERS is defined on cuda for K <= 48, got K={K}: torch.sum splits above")
         return "split(4)"
     if device_type != "cpu":
         raise ValueError(f"numerics TRANSFORMERS is defined on cpu and cuda, not on {device_type}")
     if K > 16:
-        raise ValueError(f"numerics TRANSFORMERS on cpu is defined for K <= 16, got K={K}: torch.sum cascades above")
+        raise ValueError(f"numerics TRANSFORMERS is defined on cpu for K <= 16, got K={K}: torch.sum cascades above")
     if H == 1:
-        raise ValueError("numerics TRANSFORMERS on cpu is defined for H >= 2, got H=1: torch.sum reduces another axis")
+        raise ValueError("numerics TRANSFORMERS is defined on cpu for H >= 2, got H=1: torch.sum reduces another axis")
     if H % 32 == 0:
         return "sequential"
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        raise ValueError(f"numerics TRANSFORMERS on this cpu is defined for H % 32 == 0, got H={H}")
+        raise ValueError(f"numerics TRANSFORMERS is defined on this cpu for H % 32 == 0, got H={H}")
     return "torch_cpu"
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from moetail.contract import TailSpec, UnfinalizedMoEOutput
 
@@ -103,8 +104,8 @@ class DeferredRoutedSum:
             if not kwargs and len(args) == 2:
                 deferred, other = args if isinstance(args[0], cls) else args[::-1]
                 return deferred._plus(other)
-        args = [a.tensor() if isinstance(a, cls) else a for a in args]
-        return func(*args, **{k: v.tensor() if isinstance(v, cls) else v for k, v in kwargs.items()})
+        args, kwargs = tree_map_only(cls, cls.tensor, (args, kwargs))
+        return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -117,8 +118,7 @@ class DeferredRoutedSum:
 
 def _delegate(name: str) -> Any:
     def method(self: DeferredRoutedSum, *args: Any) -> Any:
-        args = tuple(a.tensor() if isinstance(a, DeferredRoutedSum) else a for a in args)
-        return getattr(self.tensor(), name)(*args)
+        return getattr(self.tensor(), name)(*tree_map_only(DeferredRoutedSum, DeferredRoutedSum.tensor, args))
 
     return method
 

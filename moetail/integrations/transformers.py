@@ -14,6 +14,7 @@ Source: what transformers computes is `grouped_mm_experts_forward` of transforme
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,15 @@ from moetail.numerics import Numerics
 
 NAME = "moetail"
 OLDEST, TOO_NEW = Version("5.17"), Version("6")
-if not OLDEST <= Version(Version(transformers.__version__).base_version) < TOO_NEW:
-    raise ValueError(f"transformers must be >= {OLDEST} and < {TOO_NEW}, got {transformers.__version__}")
+
+
+def check_version(version: str) -> None:
+    """Raises: ValueError for a transformers outside the range that this file knows."""
+    if not OLDEST <= Version(Version(version).base_version) < TOO_NEW:
+        raise ValueError(f"transformers must be >= {OLDEST} and < {TOO_NEW}, got {version}")
+
+
+check_version(transformers.__version__)
 
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS  # noqa: E402
 from transformers.integrations.moe import (  # noqa: E402
@@ -122,7 +130,7 @@ def experts_forward(
         wants_grad
         or torch.is_autocast_enabled(hidden_states.device.type)
         or hidden_states.dtype != weight.dtype
-        or _static_reason(weight, top_k_index.shape[-1], hidden_states.shape[-1]) is not None
+        or _static_reason(weight.dtype, weight.device, top_k_index.shape[-1], hidden_states.shape[-1]) is not None
     ):
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     routed = expert_rows(self, hidden_states, top_k_index, top_k_weights)
@@ -166,7 +174,7 @@ def _linear(
 
 def _plan(name: str, experts: torch.nn.Module, training: bool) -> BlockPlan:
     K, H = _top_k(experts.config), experts.config.get_text_config().hidden_size
-    stock = _static_reason(experts.down_proj, K, H)
+    stock = _static_reason(experts.down_proj.dtype, experts.down_proj.device, K, H)
     if stock is None and training:
         stock = Reason.GRADIENTS
     if stock is None and torch.is_autocast_enabled(experts.down_proj.device.type):
@@ -177,14 +185,16 @@ def _plan(name: str, experts: torch.nn.Module, training: bool) -> BlockPlan:
     return BlockPlan(name, type(experts).__name__, "finalize only" if partly else "one kernel", partly)
 
 
-def _static_reason(weight: torch.Tensor, K: int, H: int) -> Reason | None:
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+@functools.cache
+def _static_reason(dtype: torch.dtype, device: torch.device, K: int, H: int) -> Reason | None:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return Reason.QUANTIZED
-    kind = weight.device.type
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and torch.cuda.get_device_capability(weight.device) < (8, 0)):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return Reason.DEVICE
+    if device.type not in ("cpu", "cuda"):
         return Reason.DEVICE
     try:
-        Numerics.TRANSFORMERS.resolve(0, K, H, kind, weight.dtype, weight.dtype)
+        Numerics.TRANSFORMERS.resolve(0, K, H, device.type, dtype, dtype)
     except ValueError:
         return Reason.NO_BITS
     return None

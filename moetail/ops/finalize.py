@@ -76,11 +76,19 @@ def _new_out(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(row_map.shape[0], rows.shape[1])
 
 
+def _check_no_overlap(out: torch.Tensor, rows: torch.Tensor) -> None:
+    first, last = ([t.data_ptr(), t.data_ptr() + t.element_size() * (t.stride(0) * (t.shape[0] - 1) + t.shape[1])]
+                   for t in (out, rows))  # fmt: skip
+    if first[0] < last[1] and last[0] < first[1]:
+        raise ValueError("out must not overlap rows, got a view of their memory")
+
+
 def _cpu_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
     _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
     concrete = _concrete(numerics, rows, row_map, weights)
     if out.shape[0] == 0:
         return
+    _check_no_overlap(out, rows)
     kernel = _cpu_kernel()
     if kernel is not None:
         kernel.launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
@@ -96,6 +104,7 @@ def _cuda_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, route
     _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
     concrete = _concrete(numerics, rows, row_map, weights)
     if out.shape[0] > 0:
+        _check_no_overlap(out, rows)
         _cuda_kernel().launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
 
 

@@ -2,15 +2,12 @@
 
 One token at a time: its fp32 accumulators stay in the L1 cache while the K expert rows stream by. LLVM vectorizes the
 column loops; it neither contracts nor reorders (no fastmath), so a column's arithmetic is exactly what is written.
-Threads are our own and not numba's: its bundled layer aborts the process when two Python threads call at once.
+The threads are torch's (`cpu_threads.py`), which take tokens from a shared counter.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import numpy as np
@@ -20,10 +17,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from moetail.numerics import Numerics, slot_groups, torch_cpu_main_columns
+from moetail.ops import cpu_threads
 
-# Below this much work a second thread costs more than it saves: handing over takes about 30 us, and one core reads
-# about 8 GB/s here (2-core EPYC).
-_BYTES_PER_THREAD = 512 * 1024
+# Below this much work a second thread costs more than it saves.
+_BYTES_PER_THREAD = 128 * 1024
 
 _PRODUCTS = ("none", "fma", "round_f32", "round_row")
 # numba has neither bf16 nor a complete fp16: their bits travel as two integer types, which also choose the code below.
@@ -50,6 +47,7 @@ def launch(
     if gate is not None and numerics.rounding == "two":
         gate = gate.to(rows.dtype).float()
     kernel = _kernel(
+        rows.dtype,
         _PRODUCTS.index(numerics.product),
         0 if shared is None else 1 if gate is None else 2,
         0 if routed_scale == 1.0 else 1 if numerics.scale == "f32" else 2,
@@ -58,23 +56,14 @@ def launch(
     )
     main = torch_cpu_main_columns(H) if numerics.order == "torch_cpu" else H
     groups = 1 if numerics.order == "torch_cpu" else len(slot_groups(numerics.order, K))
-    args = (
-        _TAGS[rows.dtype], _address(rows), _row_bytes(rows), _address(row_map), _address(weights), _address(shared),
-        _row_bytes(shared), _address(gate), _address(out), _row_bytes(out), K, H, main, limit, groups, routed_scale,
-    )  # fmt: skip
-    parts = min(torch.get_num_threads(), T, 1 + T * K * H * rows.element_size() // _BYTES_PER_THREAD)
-    bounds = [T * i // parts for i in range(parts + 1)]
-    pool = _pool(os.getpid(), parts - 1) if parts > 1 else None
-    others = [pool.submit(kernel, bounds[i], bounds[i + 1], *args) for i in range(1, parts)] if pool else []
-    kernel(bounds[0], bounds[1], *args)
-    for other in others:
-        other.result()
-
-
-@functools.cache
-def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
-    """One pool a process: a forked child has none of its parent's threads."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="moetail-finalize")
+    threads = min(torch.get_num_threads(), T, 1 + T * K * H * rows.element_size() // _BYTES_PER_THREAD)
+    tokens_a_turn = max(1, T // (8 * threads))
+    scale_bits = int(np.float32(routed_scale).view(np.int32))
+    call = np.array([
+        0, T, tokens_a_turn, rows.data_ptr(), _row_bytes(rows), row_map.data_ptr(), _address(weights), _address(shared),
+        _row_bytes(shared), _address(gate), out.data_ptr(), _row_bytes(out), K, H, main, limit, groups, scale_bits,
+    ], dtype=np.int64)  # fmt: skip
+    cpu_threads.run(kernel.address, call.ctypes.data, threads)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -129,6 +118,26 @@ def _store(typingctx, value, tag):  # noqa: ANN001, ANN202
 
 
 @intrinsic
+def _float_of_bits(typingctx, bits):  # noqa: ANN001, ANN202
+    """The fp32 whose bits are the low half of an int64."""
+
+    def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
+        return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def _take(typingctx, counter, count):  # noqa: ANN001, ANN202
+    """Atomically add `count` to the int64 at `counter`; returns what it was."""
+
+    def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
+        return builder.atomic_rmw("add", args[0], args[1], "monotonic")
+
+    return types.int64(types.CPointer(types.int64), types.int64), codegen
+
+
+@intrinsic
 def _fma(typingctx, a, b, c):  # noqa: ANN001, ANN202
     """fp32 a * b + c, rounded once: one instruction where the CPU has it, the C library's exact fmaf elsewhere."""
     signature = types.float32(types.float32, types.float32, types.float32)
@@ -156,90 +165,97 @@ def _multiply_add(typingctx, product, acc, bits, w):  # noqa: ANN001, ANN202
 
 
 @functools.cache
-def _kernel(PRODUCT: int, SHARED: int, SCALE: int, TWO_ROUNDINGS: bool, POSITIVE_ZERO: bool) -> Callable[..., None]:
-    """The kernel for one set of compile-time facts; numba specializes it on the element type and keeps it on disk.
+def _kernel(
+    DTYPE: torch.dtype, PRODUCT: int, SHARED: int, SCALE: int, TWO_ROUNDINGS: bool, POSITIVE_ZERO: bool
+) -> numba.core.ccallback.CFunc:
+    """The kernel for one set of compile-time facts: a C function of one pointer, kept on disk by numba.
 
     PRODUCT: index into _PRODUCTS. SHARED: 0 none, 1 plain, 2 gated. SCALE: 0 none, 1 f32, 2 round_row.
     """
+    tag = _TAGS[DTYPE]
 
-    @numba.njit(nogil=True, cache=True)
-    def finalize_cpu(  # noqa: ANN202
-        first, last, tag, rows_at, rows_stride, map_at, weights_at, shared_at, shared_stride, gate_at, out_at,
-        out_stride, K, H, main, limit, groups, scale,
-    ):  # fmt: skip  # noqa: ANN001
-        row_of = numba.carray(_pointer(map_at, 0), last * K)
-        weights = numba.carray(_pointer(weights_at, numba.float32(0)), last * K)
-        gates = numba.carray(_pointer(gate_at, numba.float32(0)), last)
-        factor = numba.float32(scale)
+    @numba.cfunc(types.void(types.CPointer(types.int64)), cache=True)
+    def finalize_cpu(call):  # noqa: ANN001, ANN202
+        (
+            _, T, turn, rows_at, rows_stride, map_at, weights_at, shared_at, shared_stride, gate_at, out_at, out_stride,
+            K, H, main, limit, groups, scale_bits,
+        ) = numba.carray(call, 18)  # fmt: skip
+        row_of = numba.carray(_pointer(map_at, 0), T * K)
+        weights = numba.carray(_pointer(weights_at, numba.float32(0)), T * K)
+        gates = numba.carray(_pointer(gate_at, numba.float32(0)), T)
+        factor = _float_of_bits(scale_bits)
         acc = np.empty((groups, H), np.float32)
         edge = np.empty((4, H - main), np.float32)  # torch_cpu: accumulators of the last columns
         at = np.empty(K, np.int64)  # address and weight of a group's present slots
         by = np.ones(K, np.float32)
-        for t in range(first, last):
-            acc[:] = 0
-            for g in range(groups):
-                n = 0
-                for k in range(g, K, groups):
-                    r = row_of[t * K + k]
-                    if 0 <= r < limit:
-                        at[n] = rows_at + r * rows_stride
-                        if PRODUCT != 0:
-                            by[n] = weights[t * K + k]
-                        n += 1
-                a = acc[g, :main]
-                # Four rows a pass: at H 4096 one row a pass reads shuffled rows at 18 GB/s on two cores, four at 28
-                # (a copy moves 34): more loads in flight, and a quarter of the traffic to the accumulators.
-                for i in range(0, n - 3, 4):
-                    x0, x1 = _row(at[i], tag, main), _row(at[i + 1], tag, main)
-                    x2, x3 = _row(at[i + 2], tag, main), _row(at[i + 3], tag, main)
-                    w0, w1, w2, w3 = by[i], by[i + 1], by[i + 2], by[i + 3]
+        first = _take(call, turn)
+        while first < T:
+            for t in range(first, min(first + turn, T)):
+                acc[:] = 0
+                for g in range(groups):
+                    n = 0
+                    for k in range(g, K, groups):
+                        r = row_of[t * K + k]
+                        if 0 <= r < limit:
+                            at[n] = rows_at + r * rows_stride
+                            if PRODUCT != 0:
+                                by[n] = weights[t * K + k]
+                            n += 1
+                    a = acc[g, :main]
+                    # Four rows a pass: at H 4096 one row a pass reads shuffled rows at 18 GB/s on two cores, four at 28
+                    # (a copy moves 34): more loads in flight, and a quarter of the traffic to the accumulators.
+                    for i in range(0, n - 3, 4):
+                        x0, x1 = _row(at[i], tag, main), _row(at[i + 1], tag, main)
+                        x2, x3 = _row(at[i + 2], tag, main), _row(at[i + 3], tag, main)
+                        w0, w1, w2, w3 = by[i], by[i + 1], by[i + 2], by[i + 3]
+                        for c in range(main):
+                            v = _multiply_add(PRODUCT, a[c], x0[c], w0)
+                            v = _multiply_add(PRODUCT, v, x1[c], w1)
+                            v = _multiply_add(PRODUCT, v, x2[c], w2)
+                            a[c] = _multiply_add(PRODUCT, v, x3[c], w3)
+                    for i in range(n - n % 4, n):
+                        x, w = _row(at[i], tag, main), by[i]
+                        for c in range(main):
+                            a[c] = _multiply_add(PRODUCT, a[c], x[c], w)
+                for g in range(1, groups):
                     for c in range(main):
-                        v = _multiply_add(PRODUCT, a[c], x0[c], w0)
-                        v = _multiply_add(PRODUCT, v, x1[c], w1)
-                        v = _multiply_add(PRODUCT, v, x2[c], w2)
-                        a[c] = _multiply_add(PRODUCT, v, x3[c], w3)
-                for i in range(n - n % 4, n):
-                    x, w = _row(at[i], tag, main), by[i]
-                    for c in range(main):
-                        a[c] = _multiply_add(PRODUCT, a[c], x[c], w)
-            for g in range(1, groups):
-                for c in range(main):
-                    acc[0, c] += acc[g, c]
+                        acc[0, c] += acc[g, c]
 
-            if main < H:
-                edge[:] = 0
-                for k in range(K):
-                    r = row_of[t * K + k]
-                    if 0 <= r < limit:
-                        x = _row(rows_at + r * rows_stride, tag, H)
-                        w = weights[t * K + k] if PRODUCT != 0 else numba.float32(1)
-                        e = edge[k % 4 if k < K // 4 * 4 else 0]
-                        for c in range(main, H):
-                            e[c - main] = _multiply_add(PRODUCT, e[c - main], x[c], w)
-                for c in range(main, H):
-                    e = edge[:, c - main]
-                    acc[0, c] = ((e[0] + e[1]) + e[2]) + e[3]
+                if main < H:
+                    edge[:] = 0
+                    for k in range(K):
+                        r = row_of[t * K + k]
+                        if 0 <= r < limit:
+                            x = _row(rows_at + r * rows_stride, tag, H)
+                            w = weights[t * K + k] if PRODUCT != 0 else numba.float32(1)
+                            e = edge[k % 4 if k < K // 4 * 4 else 0]
+                            for c in range(main, H):
+                                e[c - main] = _multiply_add(PRODUCT, e[c - main], x[c], w)
+                    for c in range(main, H):
+                        e = edge[:, c - main]
+                        acc[0, c] = ((e[0] + e[1]) + e[2]) + e[3]
 
-            total, y, s = acc[0], _row(out_at + t * out_stride, tag, H), _row(shared_at + t * shared_stride, tag, H)
-            gate = gates[t] if SHARED == 2 else numba.float32(1)
-            for c in range(H):
-                v = total[c]
-                if SCALE == 1:
-                    v = v * factor
-                if SCALE == 2:
-                    v = _load(_store(v, tag)) * factor
-                if TWO_ROUNDINGS:
-                    v = _load(_store(v, tag))
-                if SHARED == 1:
-                    v = v + _load(s[c])
-                if SHARED == 2:
+                total, y, s = acc[0], _row(out_at + t * out_stride, tag, H), _row(shared_at + t * shared_stride, tag, H)
+                gate = gates[t] if SHARED == 2 else numba.float32(1)
+                for c in range(H):
+                    v = total[c]
+                    if SCALE == 1:
+                        v = v * factor
+                    if SCALE == 2:
+                        v = _load(_store(v, tag)) * factor
                     if TWO_ROUNDINGS:
-                        v = v + _load(_store(gate * _load(s[c]), tag))
-                    else:
-                        v = _fma(gate, _load(s[c]), v)
-                if POSITIVE_ZERO:
-                    v = _load(_store(v, tag)) + numba.float32(0)
-                y[c] = _store(v, tag)
+                        v = _load(_store(v, tag))
+                    if SHARED == 1:
+                        v = v + _load(s[c])
+                    if SHARED == 2:
+                        if TWO_ROUNDINGS:
+                            v = v + _load(_store(gate * _load(s[c]), tag))
+                        else:
+                            v = _fma(gate, _load(s[c]), v)
+                    if POSITIVE_ZERO:
+                        v = _load(_store(v, tag)) + numba.float32(0)
+                    y[c] = _store(v, tag)
+            first = _take(call, turn)
 
     return finalize_cpu
 

@@ -1,0 +1,92 @@
+"""The reference against loops written by another route: Python's fractions for the FMA, numpy fp64 for the sum."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from moetail import Numerics, reference
+from moetail.testing import assert_same_bits, finalize_inputs
+
+
+def exact_fma(a, b, c):
+    """a * b + c over the rationals, rounded once to fp32."""
+    value = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+    nearest = np.float32(float(value))  # within one ulp: fp64 rounds first
+    around = [np.nextafter(nearest, np.float32(-np.inf)), nearest, np.nextafter(nearest, np.float32(np.inf))]
+    gaps = [abs(Fraction(float(n)) - value) for n in around]
+    best = [n for n, gap in zip(around, gaps, strict=True) if gap == min(gaps)]
+    return min(best, key=lambda n: int(n.view(np.uint32)) & 1)  # ties to even
+
+
+def test_fma_is_rounded_once():
+    a, b, c = (torch.tensor([x], dtype=torch.float32) for x in (205.0, 5237765 * 2.0**-54, 1.0))
+    assert (a.double() * b.double() + c.double()).float().item() == 1.0  # the trap: two roundings
+    assert reference.fma(a, b, c).item() == np.float32(1.0000001)
+
+
+def test_fma_against_rationals():
+    g = np.random.default_rng(0)
+    scale = 2.0 ** g.integers(-40, 40, size=(3, 3000))
+    a, b, c = (torch.from_numpy((g.standard_normal(3000) * s).astype(np.float32)) for s in scale)
+    c[:1000] = -(a * b)[:1000]  # cancellation
+    got = reference.fma(a, b, c).numpy()
+    want = np.array([exact_fma(*x) for x in zip(a.numpy(), b.numpy(), c.numpy(), strict=True)])
+    assert (got == want).all()
+
+
+def test_fma_keeps_what_is_not_finite():
+    inf, nan = float("inf"), float("nan")
+    a = torch.tensor([inf, inf, nan, 1.0, 3e38])
+    got = reference.fma(a, torch.ones(5), torch.tensor([1.0, -inf, 1.0, inf, 3e38]))
+    assert torch.equal(torch.isnan(got), torch.tensor([False, True, True, False, False]))
+    assert got[0] == got[3] == got[4] == inf
+
+
+def fp64_finalize(x, scale=1.0):
+    """An independent loop: no rounding at all."""
+    rows, row_map, weights, shared = (t.double().numpy() for t in (x.rows, x.row_map, x.weights, x.shared))
+    y = np.array(shared)
+    for t, k in np.ndindex(*row_map.shape):
+        r = int(row_map[t, k])
+        if 0 <= r < rows.shape[0]:
+            y[t] += scale * weights[t, k] * rows[r]
+    return torch.from_numpy(y)
+
+
+@pytest.mark.parametrize("name", ["TRTLLM", "TRANSFORMERS", "FLASHINFER", "SINGLE_ROUNDING"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_close_to_an_unrounded_sum(name, dtype):
+    x = finalize_inputs(9, 6, 96, dtype=dtype, absent=0.2)
+    got = reference.finalize(x.rows, x.row_map, x.weights, x.shared, routed_scale=2.5, numerics=getattr(Numerics, name))
+    want = fp64_finalize(x, 2.5)
+    # Cancellation between slots: the error is one of the largest term, so compare on the scale of the sum's terms.
+    magnitude = 2.5 * x.rows.double().nan_to_num().abs().max()
+    torch.testing.assert_close(got.double() / magnitude, want / magnitude, rtol=0, atol=torch.finfo(dtype).eps)
+
+
+def test_presets_differ_in_bits():
+    """The presets are different functions: a reference that ignored the profile would pass every other test."""
+    x = finalize_inputs(64, 8, 256, weights_dtype=torch.bfloat16)
+    results = {
+        name: reference.finalize(x.rows, x.row_map, x.weights, x.shared, numerics=getattr(Numerics, name))
+        for name in ("TRTLLM", "TRANSFORMERS", "FLASHINFER", "SINGLE_ROUNDING")
+    }
+    for a in results:
+        for b in results:
+            assert (a == b) == torch.equal(results[a], results[b]), (a, b)
+
+
+def test_signed_zero():
+    rows = torch.tensor([[-1e-30]])
+    call = (rows, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([[1e-30]]))
+    kept = reference.finalize(*call)
+    assert_same_bits(kept, torch.tensor([[-0.0]]))  # an FMA that underflows keeps its sign
+    assert_same_bits(reference.finalize(*call, numerics=Numerics("fma", zero="positive")), torch.tensor([[0.0]]))
+    assert_same_bits(reference.finalize(*call, numerics=Numerics("round_f32")), torch.tensor([[0.0]]))  # +0 + -0
+
+
+def test_no_rows_at_all():
+    got = reference.finalize(torch.empty(0, 8), torch.full((3, 2), -1), torch.ones(3, 2), torch.ones(3, 8))
+    assert_same_bits(got, torch.ones(3, 8))
