@@ -149,8 +149,6 @@ def expert_rows(
     """
     num_slots, K = top_k_index.numel(), top_k_index.shape[-1]
     expert_ids, order = torch.sort(top_k_index.reshape(-1))
-    row_map = torch.empty_like(order)
-    row_map[order] = torch.arange(num_slots, device=order.device)
     # histc and not bincount, which a CUDA graph cannot hold; its CPU version takes floats only.
     ids = expert_ids.float() if expert_ids.device.type == "cpu" else expert_ids.int()
     counts = torch.histc(ids, bins=self.num_experts, min=0, max=self.num_experts - 1)
@@ -162,6 +160,8 @@ def expert_rows(
     x = _linear(self, first, x, offsets, bias_of)
     x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
     rows = _linear(self, "down_proj", x, offsets, bias_of)
+    row_map = torch.empty_like(order)
+    row_map[order] = torch.arange(num_slots, device=order.device)
     return UnfinalizedMoEOutput(rows, row_map.view(-1, K), top_k_weights, offsets[-1:])
 
 

@@ -106,7 +106,7 @@ def _finalize_kernel(
             y = y + s
         else:
             g = _sigmoid(tl.load(gate + t * gate_stride).to(tl.float32) + tl.zeros_like(s))
-            y = y + _round(_round(g, dtype) * s, dtype) if TWO_ROUNDINGS else tl.fma(g, s, y)
+            y = y + _round(_round(g, dtype) * s, dtype) if TWO_ROUNDINGS else _fma(g, s, y)
     y = _to(y, dtype)
     if POSITIVE_ZERO:
         y = tl.where(y == 0.0, tl.zeros_like(y), y)
@@ -133,7 +133,7 @@ def _routed_sum(
             else:
                 w = tl.load(weights + weights_at + k * weights_stride_k).to(tl.float32)
                 if PRODUCT == "fma":
-                    added = tl.fma(x, w + tl.zeros_like(x), acc)
+                    added = _fma(x, w + tl.zeros_like(x), acc)
                 elif PRODUCT == "round_row":
                     added = acc + _round(x * w, rows.dtype.element_ty)
                 else:
@@ -157,6 +157,21 @@ def _to(x, dtype: tl.constexpr):
 @triton.jit
 def _round(x, dtype: tl.constexpr):
     return _to(x, dtype).to(tl.float32)
+
+
+@triton.jit
+def _fma(x, w, acc):
+    """fp32 x * w + acc, rounded once. Triton 3.6's interpreter multiplies and adds: there as `reference.fma`."""
+    if _INTERPRET:
+        product, addend = x.to(tl.float64) * w.to(tl.float64), acc.to(tl.float64)
+        total = product + addend
+        error = (product - (total - (total - product))) + (addend - (total - product))
+        bits = total.to(tl.int64, bitcast=True)
+        toward = tl.where((error > 0) == (total > 0), 1, -1)
+        inexact = (error != 0) & (bits & 1 == 0) & (tl.abs(total) < float("inf"))
+        return tl.where(inexact, bits + toward, bits).to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        return tl.fma(x, w, acc)
 
 
 @triton.jit

@@ -1,0 +1,223 @@
+"""bench forward on a tiny model: the numbers it must get right, the input it must refuse, and what the tool prints."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moetail import cli
+from moetail.bench import forward, memory, models, step, tables, tail
+from moetail.bench.cases import parse_case
+from moetail.numerics import Numerics
+
+TINY = models.BUILT_IN["glm4-moe-mini"] | {
+    "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 300, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 3)
+    return path
+
+
+@pytest.fixture
+def loaded(config, text):
+    case = parse_case("x=4*1@32")
+    return forward.load(str(config), text, [case], torch.device("cpu"))
+
+
+def run(*args):
+    return CliRunner().invoke(cli.app, ["bench", "forward", *map(str, args)])
+
+
+def test_prefill_and_decode_have_the_same_bits(config, text, tmp_path):
+    out = tmp_path / "r.json"
+    result = run("--model", config, "--text", text, "--case", "prefill=48", "--case", "decode=3*1@20", "--case", "hit=5@20",
+                 "--rounds", 4, "--json", out)  # fmt: skip
+    assert result.exit_code in (cli.OK, cli.SLOWER), result.output  # a tiny model's times are noise, its bits are not
+    content = json.loads(out.read_text())
+    assert content["complete"] and content["kind"] == "forward"
+    assert [(r["case"], r["T"], r["K"], r["H"], r["weights_dtype"]) for r in content["rows"]] == [
+        ("prefill", 48, 8, 64, "float32"), ("decode", 3, 8, 64, "float32"), ("hit", 5, 8, 64, "float32"),
+    ]  # fmt: skip
+    for row in content["rows"]:
+        assert row["differing_bits"] == 0
+        assert row["tail"]["layers"] == 2
+        assert set(row["arms"]) == {"stock", "moetail", "control"}
+        assert len(row["arms"]["stock"]["samples_us"]) == 8
+        assert row["arms"]["moetail"]["peak_bytes"] <= row["arms"]["stock"]["peak_bytes"]
+        assert row["verdict"] in result.output
+    assert "0 bits differ" in result.output and "torch grouped_mm" in result.output
+
+
+def test_a_wrong_bit_is_found_and_fails(config, text, monkeypatch):
+    real = torch.ops.moetail.finalize.default
+    wrong = lambda *args: torch.nextafter(real(*args), torch.tensor(torch.inf, dtype=torch.bfloat16))  # noqa: E731
+    monkeypatch.setattr("moetail.contract.torch.ops.moetail.finalize", wrong)
+    result = run("--model", config, "--text", text, "--case", "prefill=16", "--rounds", 4)
+    assert result.exit_code == cli.SLOWER
+    assert "bits differ: no speed counts" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--case", "decode=8*"], "case must be NAME="),
+        (["--case", "mix=8,2*1@8"], "one kind of request"),
+        (["--case", "chunk=8@16c"], "does not run chunked prefills"),
+        (["--case", "verify=4@16:3"], "does not run draft tokens"),
+        (["--case", "long=1@129"], "KV length must be <= the model's 128 positions, got 129"),
+        (["--arms", "stock,fused"], "arms must be two of stock, moetail"),
+        (["--arms", "stock"], "arms must be two of"),
+        (["--model", "nothing"], "model must be one of glm4-moe-mini"),
+        (["--text", "/nonexistent"], "No such file"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(config, text, args, says):
+    result = run("--model", config, "--text", text, "--rounds", 4, *args)
+    assert result.exit_code == cli.USAGE
+    assert says in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2,
+          "vocab_size": 300}, "without any"),
+        ({"model_type": "no_such_model"}, "known model_type"),
+        ({"hidden_size": 32}, "known model_type"),
+        ("{", "known model_type"),
+        (TINY | {"vocab_size": 200}, "vocabulary of 256 or more"),
+    ],
+)  # fmt: skip
+def test_bad_configs(config, text, content, says):
+    config.write_text(content if isinstance(content, str) else json.dumps(content))
+    result = run("--model", config, "--text", text, "--case", "prefill=8")
+    assert result.exit_code == cli.USAGE
+    assert says in " ".join(result.output.split())
+
+
+def test_a_checkpoint_folder_keeps_its_weights(loaded, tmp_path, text):
+    model, tokens = loaded
+    model.save_pretrained(tmp_path / "checkpoint")
+    again = models.load(str(tmp_path / "checkpoint"), torch.device("cpu"))
+    with torch.no_grad():
+        assert torch.equal(again(tokens[None]).logits, model(tokens[None]).logits)
+
+
+def test_tokens_are_the_bytes_of_the_text(loaded, text):
+    _, tokens = loaded
+    assert tokens.tolist() == list((text.read_bytes() * 2)[:128])
+
+
+def test_a_restored_step_repeats(loaded):
+    model, tokens = loaded
+    work = step.build(model, parse_case("x=4*1@32"), tokens)
+    with torch.no_grad():
+        first = work.forward()
+        with pytest.raises(IndexError):  # the cache is full: a step that is not restored does not run on old state
+            work.forward()
+        work.restore()
+        again = work.forward()
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_a_cache_it_does_not_know_is_refused(loaded):
+    model, tokens = loaded
+    model.config.sliding_window, model.config.layer_types = 16, ["sliding_attention"] * 2
+    with pytest.raises(ValueError, match="plain StaticCache layers.*StaticSlidingWindowLayer"):
+        step.build(model, parse_case("x=4*1@32"), tokens)
+
+
+def test_differing_bits():
+    a = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    b = a.clone()
+    assert forward.differing_bits((a,), (b,)) == 0
+    b.view(torch.int16)[1] ^= 5
+    assert forward.differing_bits((a,), (b,)) == 2
+    with pytest.raises(RuntimeError, match="not finite"):
+        forward.differing_bits((a,), (b * float("nan"),))
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_both_tails_are_stock_bits(device, weights_dtype):
+    index = torch.stack([torch.randperm(16)[:6] for _ in range(20)]).to(device)
+    x = tail.TailInputs.random(index, torch.rand(20, 6).to(weights_dtype).to(device), 96, torch.bfloat16)
+    assert torch.equal(tail.stock_tail(x), tail.moetail_tail(x))
+
+
+def test_the_stock_tail_is_what_transformers_runs(loaded):
+    """The baseline is copied work: it must stay what grouped_mm_experts_forward does behind its second GEMM."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    from moetail.integrations.transformers import expert_rows
+
+    model, _ = loaded
+    experts = model.model.layers[0].mlp.experts
+    hidden, weights = torch.randn(20, 64).bfloat16(), torch.rand(20, 8)
+    index = torch.stack([torch.randperm(64)[:8] for _ in range(20)])
+    with torch.no_grad():
+        routed = expert_rows(experts, hidden, index, weights)
+        order = torch.argsort(routed.row_map.reshape(-1))
+        x = tail.TailInputs(routed.rows, order, weights, torch.randn(20, 64).bfloat16(), routed.num_valid_rows)
+        assert torch.equal(tail.stock_tail(x), grouped_mm_experts_forward(experts, hidden, index, weights) + x.shared)
+
+
+def test_a_tail_with_wrong_bits_is_not_timed(monkeypatch):
+    monkeypatch.setattr(Numerics, "TRANSFORMERS", Numerics.TRTLLM)
+    index = torch.stack([torch.randperm(16)[:6] for _ in range(50)])
+    with pytest.raises(RuntimeError, match="differ in their bits"):
+        tail.measure(index, torch.rand(50, 6).bfloat16(), 96, torch.bfloat16, rounds=2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_peak_bytes(device):
+    mib = 2**20
+
+    def program():
+        a = torch.zeros(4 * mib, dtype=torch.uint8, device=device)
+        b = torch.zeros(2 * mib, dtype=torch.uint8, device=device)
+        del a
+        return b, torch.zeros(mib, dtype=torch.uint8, device=device)
+
+    assert memory.peak_bytes(program, torch.device(device)) == 6 * mib
+
+
+ROW = {
+    "model": "m", "case": "c", "T": 8, "arms": {n: {"median_us": us, "peak_bytes": 1} for n, us in
+    (("stock", 2000.0), ("moetail", 1000.0), ("control", 2000.0))}, "ratio": {"b_over_a": 0.5, "low": 0.4, "high": 0.6},
+    "aa": {"b_over_a": 1.0, "low": 0.99, "high": 1.01}, "differing_bits": 0, "verdict": "faster", "arrives": 0.9,
+    "tail": {"stock": {"median_us": 300.0}, "moetail": {"median_us": 50.0}, "layers": 4},
+}  # fmt: skip
+RECORD = {"machine": {"gpu": None, "threads": 2, "date": "2026-11-30", "commit": "abc"}, "rows": [ROW]}
+
+
+def test_readme_tables_come_from_records(tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps(RECORD))
+    made = tables.with_tables("before\n<!-- table: r.json -->\nstale\n<!-- end -->\nafter", tmp_path)
+    assert "| m | 2 CPU cores | c | 8 | 2.000 | 1.000 | 0.500 [0.400, 0.600] | 0 | faster |" in made
+    assert "stale" not in made and made.startswith("before\n") and made.endswith("<!-- end -->\nafter")
+    assert tables.with_tables(made, tmp_path) == made
+
+
+def test_picture(tmp_path):
+    from moetail.bench import picture
+
+    (tmp_path / "r.json").write_text(json.dumps(RECORD))
+    picture.draw([tmp_path / "r.json"], tmp_path / "a.svg")
+    picture.draw([tmp_path / "r.json"], tmp_path / "b.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert b"2.00 ms" in (tmp_path / "a.svg").read_bytes() or b"<svg" in (tmp_path / "a.svg").read_bytes()
