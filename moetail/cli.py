@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="The tail of a Mixture-of-Experts layer, as one kernel, with the same bits.")  # fmt: skip
@@ -34,11 +43,13 @@ def forward(
     """
     import torch
 
-    from moetail.bench import forward as bench_forward
-    from moetail.bench import record, tables
-    from moetail.bench.cases import parse_case
-
     errors = Console(stderr=True)
+    try:
+        from moetail.bench import forward as bench_forward
+        from moetail.bench import record, tables
+        from moetail.bench.cases import parse_case
+    except ModuleNotFoundError as error:
+        _fail(errors, f"{error}; pip install 'moetail[transformers,bench,cpu]'")
     results: list[bench_forward.Result] = []
     interrupted = False
     try:
@@ -51,14 +62,10 @@ def forward(
             loaded, tokens = bench_forward.load(model, source, cases, target)
             for one in cases:
                 progress.reset(task, description=f"{one.name}: warm-up", total=None)
-                count = bench_forward.step.num_input_tokens(one)
-                results.append(bench_forward.run_case(
-                    loaded, model, one, tokens[:count], chosen, rounds,
-                    lambda done, total, name=one.name: progress.update(task, description=name, completed=done, total=total),
-                ))  # fmt: skip
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        errors.print(f"moetail bench forward: {error}", style="bold red", highlight=False, soft_wrap=True)
-        raise typer.Exit(USAGE) from None
+                show = functools.partial(_show, progress, task, one.name)
+                results.append(bench_forward.run_case(loaded, model, one, tokens, chosen, rounds, show))
+    except (ValueError, OSError) as error:
+        _fail(errors, str(error))
     except KeyboardInterrupt:
         interrupted = True
         errors.print("interrupted: what is below is not the whole run", style="bold red")
@@ -95,6 +102,15 @@ def readme(root: Annotated[Path, typer.Argument(help="the checkout")] = Path("."
 PICTURED = ("forward-h200-deepseek-v3-width.json", "forward-cpu-glm4-moe-mini.json")
 
 
+def _fail(errors: Console, sentence: str) -> NoReturn:
+    errors.print(f"moetail: {sentence}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(USAGE)
+
+
+def _show(progress: Progress, task: TaskID, name: str, done: int, total: int) -> None:
+    progress.update(task, description=name, completed=done, total=total)
+
+
 def _progress(console: Console) -> Progress:
     """Shown on stderr while it lasts, and gone afterwards."""
     return Progress(
@@ -110,7 +126,9 @@ def _readme() -> Path:
         return checkout
     from importlib import metadata
 
-    return Path(str(metadata.distribution("moetail").locate_file(f"moetail-{metadata.version('moetail')}.dist-info/METADATA")))
+    return Path(
+        str(metadata.distribution("moetail").locate_file(f"moetail-{metadata.version('moetail')}.dist-info/METADATA"))
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def finalize_inputs(
     seed: int = 0,
 ) -> FinalizeInputs:
     """Random inputs: T*K live rows in shuffled order among 5 dead ones, `pad` dead columns behind each row, a fraction
-    `absent` of slots that are not there (-1, or beyond R). Magnitudes spread over 2**12, so that order shows in the bits.
+    `absent` of slots that are not there (-1, or beyond R). Magnitudes spread over 2**12: order shows in the bits.
     """
     g = torch.Generator().manual_seed(seed)
     R = T * K + 5

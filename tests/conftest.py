@@ -16,7 +16,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = len(reporter.stats.get("skipped", []))
     if skipped != KNOWN_SKIPS:
-        reporter.write_line(f"{skipped} tests were skipped, {KNOWN_SKIPS} are known: see KNOWN_SKIPS in tests/conftest.py")
+        reporter.write_line(
+            f"{skipped} tests were skipped, {KNOWN_SKIPS} are known: see KNOWN_SKIPS in tests/conftest.py"
+        )
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -35,7 +35,11 @@ def test_refuses_to_be_a_tensor(output):
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("rows", {"rows": torch.zeros(3)}), ("row_map", {"row_map": torch.zeros(3)}), ("weights", {"weights": torch.zeros(4, 9)})],
+    [
+        ("rows", {"rows": torch.zeros(3)}),
+        ("row_map", {"row_map": torch.zeros(3)}),
+        ("weights", {"weights": torch.zeros(4, 9)}),
+    ],
 )
 def test_invariants_name_the_field(output, name, change):
     r = output.routed

@@ -109,6 +109,12 @@ def test_in_place_add_gives_a_tensor(deferred, routed, x):
 
 
 def test_facts_without_computing(deferred, finalize_calls):
-    assert (deferred.shape, deferred.dtype, deferred.ndim, deferred.dim(), deferred.size(0)) == ((T, H), torch.bfloat16, 2, 2, T)
+    assert (deferred.shape, deferred.dtype, deferred.ndim, deferred.dim(), deferred.size(0)) == (
+        (T, H),
+        torch.bfloat16,
+        2,
+        2,
+        T,
+    )
     assert "DeferredRoutedSum" in repr(deferred)
     assert not hasattr(deferred, "__deepcopy__") and finalize_calls == []

@@ -43,8 +43,8 @@ def run(*args):
 
 def test_prefill_and_decode_have_the_same_bits(config, text, tmp_path):
     out = tmp_path / "r.json"
-    result = run("--model", config, "--text", text, "--case", "prefill=48", "--case", "decode=3*1@20", "--case", "hit=5@20",
-                 "--rounds", 4, "--json", out)  # fmt: skip
+    cases = ("--case", "prefill=48", "--case", "decode=3*1@20", "--case", "hit=5@20")
+    result = run("--model", config, "--text", text, *cases, "--rounds", 4, "--json", out)  # fmt: skip
     assert result.exit_code in (cli.OK, cli.SLOWER), result.output  # a tiny model's times are noise, its bits are not
     content = json.loads(out.read_text())
     assert content["complete"] and content["kind"] == "forward"
@@ -94,8 +94,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(config, text, args, says):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2,
-          "vocab_size": 300}, "without any"),
+        ({"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32,
+          "num_attention_heads": 2, "vocab_size": 300}, "without any"),
         ({"model_type": "no_such_model"}, "known model_type"),
         ({"hidden_size": 32}, "known model_type"),
         ("{", "known model_type"),

@@ -77,7 +77,9 @@ def test_file_budget(path):
     assert len(path.read_text().splitlines()) <= CEILING
 
 
-@pytest.mark.parametrize("path", [p for p in (PACKAGE / "ops").glob("*.py") if p.name != "__init__.py"], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in (PACKAGE / "ops").glob("*.py") if p.name != "__init__.py"], ids=lambda p: p.name
+)
 def test_one_string_finds_everything(path):
     op = path.stem.removesuffix("_triton").removesuffix("_cpu")
     assert (ROOT / "tests" / f"test_{op}.py").exists()

@@ -18,7 +18,14 @@ def test_spec_round_trips(name):
 
 @pytest.mark.parametrize(
     ("field", "bad"),
-    [("product", "fp64"), ("order", "random"), ("order", "split(3)"), ("rounding", "three"), ("zero", "minus"), ("scale", "x")],
+    [
+        ("product", "fp64"),
+        ("order", "random"),
+        ("order", "split(3)"),
+        ("rounding", "three"),
+        ("zero", "minus"),
+        ("scale", "x"),
+    ],
 )
 def test_refuses_unknown_fields(field, bad):
     with pytest.raises(ValueError, match=f"^{field} must be"):
@@ -74,7 +81,11 @@ def wide_products(T, K, H, dtype, device="cpu"):
     """Values spread so far that fp32 addition order shows, in 16-bit inputs too (bf16 sums are otherwise exact)."""
     g = torch.Generator().manual_seed(T * 1000 + K * 10 + H)
     top = 9 if dtype == F16 else 20
-    return (torch.randn(T, K, H, generator=g) * torch.exp2(torch.randint(0, top, (T, K, H), generator=g))).to(dtype).to(device)
+    return (
+        (torch.randn(T, K, H, generator=g) * torch.exp2(torch.randint(0, top, (T, K, H), generator=g)))
+        .to(dtype)
+        .to(device)
+    )
 
 
 def sum_in_order(products, order):
@@ -94,7 +105,9 @@ def test_torch_sum_order_on_cpu(T, dtype):
         for H in (2, 7, 8, 31, 32, 33, 96, 255, 2048, 5120):
             products = wide_products(T, K, H, dtype)
             cut = torch_cpu_main_columns(H)
-            want = torch.cat([sum_in_order(products[..., :cut], "sequential"), sum_in_order(products[..., cut:], "torch_cpu")], 1)
+            want = torch.cat(
+                [sum_in_order(products[..., :cut], "sequential"), sum_in_order(products[..., cut:], "torch_cpu")], 1
+            )
             assert torch.equal(products.sum(1), want.to(dtype)), (K, H)
 
 

@@ -15,12 +15,14 @@ from moetail.testing import assert_same_bits
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 _COMMON = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
 }  # fmt: skip
 _MLA = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 6, "n_routed_experts": 16, "n_shared_experts": 1}
 CONFIGS = {
-    "deepseek_v3": _COMMON | _EXPERTS | _MLA | {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "deepseek_v3": _COMMON | _EXPERTS | _MLA | {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2,
+                                                "first_k_dense_replace": 1},
     "glm4_moe": _COMMON | _EXPERTS | {"head_dim": 16, "first_k_dense_replace": 1},
     "dots1": _COMMON | _EXPERTS | {"head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v4": _COMMON | _EXPERTS | {"num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32, "o_groups": 2,
@@ -28,7 +30,8 @@ CONFIGS = {
                                          "sliding_window": 32},
     "qwen2_moe": _COMMON | {"moe_intermediate_size": 32, "num_experts_per_tok": 6, "num_experts": 16,
                             "shared_expert_intermediate_size": 48},
-    "ernie4_5_moe": _COMMON | {"moe_intermediate_size": 32, "moe_num_experts": 16, "moe_k": 6, "moe_num_shared_experts": 2},
+    "ernie4_5_moe": _COMMON | {"moe_intermediate_size": 32, "moe_num_experts": 16, "moe_k": 6,
+                               "moe_num_shared_experts": 2},
     "mixtral": _COMMON | {"num_local_experts": 8, "num_experts_per_tok": 3},
 }  # fmt: skip
 ONE_KERNEL = [name for name in CONFIGS if name != "mixtral"]
@@ -104,7 +107,9 @@ def test_from_pretrained_and_saved_config(tmp_path):
     model = tiny("glm4_moe")
     moetail.transformers.enable(model).save_pretrained(tmp_path)
     assert "moetail" not in (tmp_path / "config.json").read_text()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moetail", dtype=torch.bfloat16).eval()
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="moetail", dtype=torch.bfloat16
+    ).eval()
     with torch.no_grad():
         assert_same_bits(again(tokens(model)).logits, model(tokens(model)).logits)
 

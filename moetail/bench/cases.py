@@ -1,10 +1,10 @@
 """The case grammar of `vllm bench forward`: what one forward step is made of.
 
-    NAME=REQS            REQS is a comma list of [N*]Q[@K][c][:D]
-    Q query tokens; K KV length including the query (default Q: a fresh prefill); N how many such requests;
-    c the prefix was computed by earlier chunks; D draft tokens among the query
+NAME=REQS            REQS is a comma list of [N*]Q[@K][c][:D]
+Q query tokens; K KV length including the query (default Q: a fresh prefill); N how many such requests;
+c the prefix was computed by earlier chunks; D draft tokens among the query
 
-    decode=8*1@8192   prefill=4096   verify=16*4@4096:3   hit=8192@40960   mix=8192,32*1@8192
+decode=8*1@8192   prefill=4096   verify=16*4@4096:3   hit=8192@40960   mix=8192,32*1@8192
 """
 
 from __future__ import annotations

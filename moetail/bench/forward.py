@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import moetail.integrations.transformers  # noqa: F401  registers the "moetail" experts
 from moetail.bench import memory, models, stats, step, tail, timing
 from moetail.bench.cases import Case
 
@@ -88,18 +89,15 @@ def check_arms(arms: tuple[str, ...]) -> tuple[str, str]:
 
 
 def run_case(
-    model: torch.nn.Module, name: str, case: Case, tokens: torch.Tensor, arms: tuple[str, str], rounds: int | None,
+    model: Any, name: str, case: Case, tokens: torch.Tensor, arms: tuple[str, str], rounds: int | None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Result:  # fmt: skip
     """Measure one case. `progress(done, total)` is called after each round.
 
     Raises: ValueError for a case that this model or this version cannot run, before anything is timed.
     """
-    import moetail
-
     step.check_runnable(case)
     device = tokens.device
-    moetail.transformers.explain(model)
     with torch.no_grad():
         _use(model, ARMS["stock"])
         work = step.build(model, case, tokens)
@@ -131,14 +129,14 @@ def run_case(
         tails = tail.measure(index, weights, H, hidden_dtype, rounds=10)
     ratio, aa = (stats.paired_ratio(paired[arms[0]], paired[other]) for other in (arms[1], CONTROL))
     return Result(
-        name, case.name, arms, case.num_tokens, index.shape[1], H, _dtype_name(hidden_dtype), _dtype_name(weights.dtype),
-        rounds, samples, {**peaks, CONTROL: peaks[arms[0]]}, ratio, aa, bits, stats.judge(ratio, aa, bits), tails,
-        len(routed),
+        name, case.name, arms, case.num_tokens, index.shape[1], H, _dtype_name(hidden_dtype),
+        _dtype_name(weights.dtype), rounds, samples, {**peaks, CONTROL: peaks[arms[0]]}, ratio, aa, bits,
+        stats.judge(ratio, aa, bits), tails, len(routed),
     )  # fmt: skip
 
 
 def differing_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> int:
-    """Bits in which the outputs differ. Raises: RuntimeError where an output is not finite, which no comparison sees."""
+    """Bits in which the outputs differ. Raises: RuntimeError where an output is not finite: NaN hides a difference."""
     total = 0
     for x, y in zip(a, b, strict=True):
         if not (torch.isfinite(x).all() and torch.isfinite(y).all()):
@@ -148,7 +146,7 @@ def differing_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> 
     return total
 
 
-def _arm(model: torch.nn.Module, label: str, implementation: str, work: step.Step, device: torch.device) -> timing.Arm:
+def _arm(model: Any, label: str, implementation: str, work: step.Step, device: torch.device) -> timing.Arm:
     if device.type == "cuda":
         _use(model, implementation)
         return timing.cuda_graph_arm(label, work.forward, work.restore)
@@ -160,7 +158,7 @@ def _arm(model: torch.nn.Module, label: str, implementation: str, work: step.Ste
     return timing.cpu_arm(label, work.forward, prepare)
 
 
-def _use(model: torch.nn.Module, implementation: str) -> None:
+def _use(model: Any, implementation: str) -> None:
     model.set_experts_implementation(implementation)
 
 
@@ -168,7 +166,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def load(name: str, text: Path, cases: list[Case], device: torch.device) -> tuple[torch.nn.Module, torch.Tensor]:
+def load(name: str, text: Path, cases: list[Case], device: torch.device) -> tuple[Any, torch.Tensor]:
     """The model, and enough input tokens for the largest case. Raises: ValueError as `models.load` does."""
     for case in cases:
         step.check_runnable(case)

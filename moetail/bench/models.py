@@ -45,7 +45,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def load(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.nn.Module:
+def load(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
     """A causal language model with MoE layers, in eval mode, experts on `grouped_mm`.
 
     `name`: a built-in model, a config.json (random weights), or a folder with config.json (its weights where it has
@@ -78,7 +78,7 @@ def load(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, s
     return model.eval()
 
 
-def input_tokens(model: torch.nn.Module, name: str, text: Path, count: int) -> torch.Tensor:
+def input_tokens(model: Any, name: str, text: Path, count: int) -> torch.Tensor:
     """int64 [count]: the text under the model's own tokenizer where the folder has one, its bytes otherwise; repeated
     until there are enough. Raises: ValueError where the text is empty or the vocabulary has fewer than 256 entries."""
     content = text.read_bytes()
@@ -104,5 +104,5 @@ def _read_config(path: Path) -> Any:
         content = json.loads(path.read_text())
         return AutoConfig.for_model(content.pop("model_type"), **content)
     except (OSError, json.JSONDecodeError, KeyError, ValueError) as error:
-        raise ValueError(f"model must name a readable transformers config with a known model_type, got {path}: {error}") \
-            from error  # fmt: skip
+        message = f"model must name a readable transformers config with a known model_type, got {path}: {error}"
+        raise ValueError(message) from error

@@ -1,4 +1,4 @@
-"""The README's picture: a model's step before and after, to scale, with the part that is the MoE tail. Needs matplotlib."""
+"""The README's picture: a model's step before and after, to scale, and the part of it that is the MoE tail."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ def draw(records: list[Path], out: Path) -> None:
     figure, axes = pyplot.subplots(len(cases), 1, figsize=(8, 1.05 * len(cases) + 0.5), squeeze=False)
     for axis, (machine, row) in zip(axes[:, 0], cases, strict=True):
         _bars(axis, machine, row)
-    axes[0, 0].legend(["the rest of the step", "MoE tail"], loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+    axes[0, 0].legend(
+        ["the rest of the step", "MoE tail"], loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False
+    )
     figure.tight_layout()
     figure.savefig(out, format="svg", metadata={"Date": None})
     pyplot.close(figure)
 
 
 def _bars(axis: Any, machine: dict[str, Any], row: dict[str, Any]) -> None:
-    for y, (arm, label) in enumerate((("moetail", "moetail"), ("stock", "stock"))):
+    for y, arm in enumerate(("moetail", "stock")):
         step = row["arms"][arm]["median_us"] / 1e3
         tail = row["tail"][arm]["median_us"] * row["tail"]["layers"] / 1e3
         axis.barh(y, step - tail, color=REST, height=0.7)

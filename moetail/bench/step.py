@@ -23,7 +23,7 @@ _CONTEXT_TOKENS = 4096
 class Step:
     """`restore()`, then `forward()` -> (last-token logits [N, vocab], final hidden states [N, Q, H])."""
 
-    model: torch.nn.Module
+    model: Any
     tokens: torch.Tensor
     cache: Any
     prefix_len: int
@@ -57,8 +57,8 @@ def num_input_tokens(case: Case) -> int:
     return case.requests[0].count * case.requests[0].kv_len
 
 
-def build(model: torch.nn.Module, case: Case, tokens: torch.Tensor) -> Step:
-    """`tokens` [num_input_tokens(case)]: each request's prefix and query. Fills the KV context with the stock experts.
+def build(model: Any, case: Case, tokens: torch.Tensor) -> Step:
+    """`tokens`: at least `num_input_tokens(case)` of them. Fills the KV context with the experts now in use.
 
     Raises: ValueError where the case needs a longer context than the model has, or a cache it does not support.
     """
@@ -66,7 +66,7 @@ def build(model: torch.nn.Module, case: Case, tokens: torch.Tensor) -> Step:
     limit = model.config.get_text_config().max_position_embeddings
     if request.kv_len > limit:
         raise ValueError(f"case {case.name}: KV length must be <= the model's {limit} positions, got {request.kv_len}")
-    tokens = tokens.view(request.count, request.kv_len)
+    tokens = tokens[: num_input_tokens(case)].view(request.count, request.kv_len)
     query = tokens[:, request.prefix_len :].contiguous()
     if request.prefix_len == 0:
         return Step(model, query, None, 0)
@@ -74,14 +74,16 @@ def build(model: torch.nn.Module, case: Case, tokens: torch.Tensor) -> Step:
     return Step(model, query, cache, request.prefix_len)
 
 
-def _context(model: torch.nn.Module, case: Case, prefix: torch.Tensor, kv_len: int) -> Any:
+def _context(model: Any, case: Case, prefix: torch.Tensor, kv_len: int) -> Any:
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer
 
     cache = StaticCache(config=model.config, max_cache_len=kv_len)
     other = {type(layer).__name__ for layer in cache.layers if type(layer) is not StaticLayer}
     if other:
-        raise ValueError(f"case {case.name}: a prefix needs plain StaticCache layers, this model has {', '.join(other)}")
+        raise ValueError(
+            f"case {case.name}: a prefix needs plain StaticCache layers, this model has {', '.join(other)}"
+        )
     chunk = max(1, _CONTEXT_TOKENS // prefix.shape[0])
     with torch.no_grad():
         for part in prefix.split(chunk, dim=1):
@@ -90,7 +92,7 @@ def _context(model: torch.nn.Module, case: Case, prefix: torch.Tensor, kv_len: i
 
 
 @contextlib.contextmanager
-def final_hidden_states(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+def final_hidden_states(model: Any) -> Iterator[list[torch.Tensor]]:
     """The base model's last_hidden_state of each call inside the block."""
     seen: list[torch.Tensor] = []
     handle = model.base_model.register_forward_hook(lambda _m, _a, out: seen.append(out.last_hidden_state))
@@ -101,7 +103,7 @@ def final_hidden_states(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def routings(model: torch.nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+def routings(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """(top_k_index, top_k_weights) of each MoE layer's call inside the block."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -1,4 +1,4 @@
-"""What a person reads: a rich table of a run, and the markdown tables and the picture of a README, made from records."""
+"""What a person reads: the rich table of a run, and a README's markdown tables, made from records."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def markdown_table(records: list[dict[str, Any]]) -> str:
         for row in content["rows"]:
             a, b = (row["arms"][arm]["median_us"] / 1e3 for arm in _arms(row))
             lines.append(
-                f"| {row['model']} | {where} | {row['case']} | {row['T']} | {a:.3f} | {b:.3f} | {_interval(row['ratio'])} "
-                f"| {row['differing_bits']} | {row['verdict']} |"
+                f"| {row['model']} | {where} | {row['case']} | {row['T']} | {a:.3f} | {b:.3f} "
+                f"| {_interval(row['ratio'])} | {row['differing_bits']} | {row['verdict']} |"
             )
     stamps = sorted({f"{r['machine']['date']} at {r['machine']['commit']}" for r in records})
     return "\n".join(lines) + f"\n\nMeasured {', '.join(stamps)}.\n"

@@ -64,7 +64,9 @@ class DeferredRoutedSum:
     reshape = view
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        return self if memory_format == torch.contiguous_format else self.tensor().contiguous(memory_format=memory_format)
+        return (
+            self if memory_format == torch.contiguous_format else self.tensor().contiguous(memory_format=memory_format)
+        )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         targets = [*args, *(v for k, v in kwargs.items() if k in ("dtype", "device") and v is not None)]
@@ -100,10 +102,10 @@ class DeferredRoutedSum:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__):
-            if not kwargs and len(args) == 2:
-                deferred, other = args if isinstance(args[0], cls) else args[::-1]
-                return deferred._plus(other)
+        is_add = func in (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+        if is_add and not kwargs and len(args) == 2:
+            deferred, other = args if isinstance(args[0], cls) else args[::-1]
+            return deferred._plus(other)
         args, kwargs = tree_map_only(cls, cls.tensor, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -125,9 +127,10 @@ def _delegate(name: str) -> Any:
 
 # Python looks operators up on the class, never through __getattr__.
 for _name in (
-    "sub rsub truediv rtruediv floordiv mod pow rpow matmul rmatmul neg abs pos getitem setitem len iter bool float int "
-    "lt le gt ge and or xor invert array"
-).split():
+    "sub", "rsub", "truediv", "rtruediv", "floordiv", "mod", "pow", "rpow", "matmul", "rmatmul", "neg", "abs", "pos",
+    "getitem", "setitem", "len", "iter", "bool", "float", "int", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor",
+    "invert", "array",
+):  # fmt: skip
     setattr(DeferredRoutedSum, f"__{_name}__", _delegate(f"__{_name}__"))
 
 

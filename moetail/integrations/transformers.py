@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from transformers import PreTrainedModel
 
 from moetail.contract import TailSpec, UnfinalizedMoEOutput
 from moetail.integrations.deferred import DeferredRoutedSum
@@ -76,22 +77,22 @@ class BlockPlan:
         return f"{self.block}: {self.path}" + (f" ({self.reason.value})" if self.reason else "")
 
 
-def enable(model: torch.nn.Module) -> torch.nn.Module:
+def enable(model: PreTrainedModel) -> PreTrainedModel:
     """Run this model's MoE blocks through moetail; returns the model. Nothing is written to its saved config.
 
-    Raises: ValueError where no block of the model has MoE experts, or where none of them can be served (the reasons are in the message).
+    Raises: ValueError where no block of the model has MoE experts, or none of them can be served (with the reasons).
     """
     plans = explain(model)
     if all(plan.path == "stock" for plan in plans):
         raise ValueError("model must have a MoE block that moetail can serve, got: " + "; ".join(map(str, plans)))
     current = model.get_experts_implementation()
     if NAME not in current.values():
-        model._moetail_stock = current
+        model.__dict__["_moetail_stock"] = current
         model.set_experts_implementation(NAME)
     return model
 
 
-def disable(model: torch.nn.Module) -> torch.nn.Module:
+def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Give the model its previous experts implementation back; returns the model."""
     stock = model.__dict__.pop("_moetail_stock", "grouped_mm")
     if NAME in model.get_experts_implementation().values():
@@ -99,7 +100,7 @@ def disable(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def explain(model: torch.nn.Module) -> list[BlockPlan]:
+def explain(model: PreTrainedModel) -> list[BlockPlan]:
     """What each MoE block of the model would run under `enable`, and why, one row a block.
 
     States that belong to a call (gradients, autocast) are reported as they are now; eval mode and no_grad are assumed
@@ -119,7 +120,7 @@ def explain(model: torch.nn.Module) -> list[BlockPlan]:
 
 
 def experts_forward(
-    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor | DeferredRoutedSum:
     """The experts function: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H] or its promise."""
     weight = self.down_proj
@@ -140,7 +141,7 @@ def experts_forward(
 
 
 def expert_rows(
-    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> UnfinalizedMoEOutput:
     """The experts up to their second GEMM: the rows that stock `grouped_mm` computes, bit for bit, and their map.
 
@@ -165,14 +166,12 @@ def expert_rows(
     return UnfinalizedMoEOutput(rows, row_map.view(-1, K), top_k_weights, offsets[-1:])
 
 
-def _linear(
-    self: torch.nn.Module, name: str, x: torch.Tensor, offsets: torch.Tensor, bias_of: torch.Tensor | None
-) -> torch.Tensor:
+def _linear(self: Any, name: str, x: torch.Tensor, offsets: torch.Tensor, bias_of: torch.Tensor | None) -> torch.Tensor:
     bias = None if bias_of is None else getattr(self, name + "_bias")[bias_of]
     return _grouped_linear(x, getattr(self, name), offsets, bias=bias, is_transposed=self.is_transposed)
 
 
-def _plan(name: str, experts: torch.nn.Module, training: bool) -> BlockPlan:
+def _plan(name: str, experts: Any, training: bool) -> BlockPlan:
     K, H = _top_k(experts.config), experts.config.get_text_config().hidden_size
     stock = _static_reason(experts.down_proj.dtype, experts.down_proj.device, K, H)
     if stock is None and training:
@@ -200,7 +199,7 @@ def _static_reason(dtype: torch.dtype, device: torch.device, K: int, H: int) -> 
     return None
 
 
-def _finalize_only_reason(experts: torch.nn.Module) -> Reason | None:
+def _finalize_only_reason(experts: Any) -> Reason | None:
     if "forward" in vars(experts) or experts._forward_hooks:
         return Reason.WRAPPED
     return None if has_shared_experts(experts.config) else Reason.NO_SHARED_EXPERTS

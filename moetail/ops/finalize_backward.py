@@ -56,4 +56,6 @@ def _routed(
         if d_weights is not None and R > 0:
             x = torch.where(live, rows[index[:, k].clamp(max=R - 1)].float(), 0.0)
             d_weights[:, k] = (x * d_routed).sum(1)
-    return d_rows[:R].to(rows.dtype), None if d_weights is None else d_weights.to(weights.dtype)
+    if weights is None or d_weights is None:
+        return d_rows[:R].to(rows.dtype), None
+    return d_rows[:R].to(rows.dtype), d_weights.to(weights.dtype)

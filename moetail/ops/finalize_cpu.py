@@ -8,6 +8,7 @@ The threads are torch's (`cpu_threads.py`), which take tokens from a shared coun
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numba
 import numpy as np
@@ -165,9 +166,7 @@ def _multiply_add(typingctx, product, acc, bits, w):  # noqa: ANN001, ANN202
 
 
 @functools.cache
-def _kernel(
-    DTYPE: torch.dtype, PRODUCT: int, SHARED: int, SCALE: int, TWO_ROUNDINGS: bool, POSITIVE_ZERO: bool
-) -> numba.core.ccallback.CFunc:
+def _kernel(DTYPE: torch.dtype, PRODUCT: int, SHARED: int, SCALE: int, TWO_ROUNDINGS: bool, POSITIVE_ZERO: bool) -> Any:
     """The kernel for one set of compile-time facts: a C function of one pointer, kept on disk by numba.
 
     PRODUCT: index into _PRODUCTS. SHARED: 0 none, 1 plain, 2 gated. SCALE: 0 none, 1 f32, 2 round_row.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import triton
@@ -29,10 +30,35 @@ class FinalizeConfig:
     warps: int
 
 
-def heuristic(T: int, K: int, H: int, element_size: int) -> FinalizeConfig:
+# Programs of 512 columns at which the config changes, for 16-bit rows. H200, Triton 3.6, CUDA graph of chained calls
+# over rotated buffers, H 5120 K 6 | H 7168 K 8 | H 2048 K 10, us (2026-11-30; records under results/):
+#   T 1      512x4 0.93 | 1.14 | 1.17    1024x4 1.31 | 1.50 | 1.66     more warps a column hide the chain of two loads
+#   T 16     256x1 1.23 | 1.40 | 1.29     512x4 1.25 | 1.83 | 1.29     one small wave
+#   T 256    512x4 6.53 | 10.4 | 4.83     256x1 8.66 | 11.4 | 5.35
+#   T 16384 2048x8  317 |  548 |  194     256x1  402 |  564 |  197     fewer, longer programs
+# Several tokens a program never won by more than noise (T 512, H 2048: 7.41 us against 6.64 for one).
+_CONFIGS = (
+    (0, FinalizeConfig(512, 4)),
+    (100, FinalizeConfig(256, 1)),
+    (700, FinalizeConfig(512, 4)),
+    (32768, FinalizeConfig(2048, 8)),
+)
+
+
+def heuristic(T: int, H: int, element_size: int) -> FinalizeConfig:
     """The config of a call, from static facts."""
-    block = min(triton.next_power_of_2(H), 1024 if T >= 16 else 512)
-    return FinalizeConfig(block, max(1, block * element_size // 512))
+    programs = T * triton.cdiv(H, 512)
+    config = next(config for least, config in reversed(_CONFIGS) if programs >= least)
+    return _fitted(config, H, element_size)
+
+
+def every_config(H: int, element_size: int) -> tuple[FinalizeConfig, ...]:
+    """All that `heuristic` can answer for some T: what has to be compiled so that no later T compiles."""
+    return tuple(dict.fromkeys(_fitted(config, H, element_size) for _, config in _CONFIGS))
+
+
+def _fitted(config: FinalizeConfig, H: int, element_size: int) -> FinalizeConfig:
+    return FinalizeConfig(min(config.block * 2 // element_size, triton.next_power_of_2(H)), config.warps)
 
 
 def launch(
@@ -47,18 +73,74 @@ def launch(
     out: torch.Tensor,
     config: FinalizeConfig | None = None,
 ) -> None:
-    """Write `out`. The arguments are checked, `numerics` is concrete, T >= 1."""
+    """Write `out`. The arguments are checked, `numerics` is concrete, T >= 1.
+
+    The first call of a kind compiles and loads every config that another T could ask for.
+    """
     (T, K), (R, H) = row_map.shape, rows.shape
-    cfg = config or heuristic(T, K, H, rows.element_size())
     pdl = _has_pdl(rows.device)
-    _finalize_kernel[(T, triton.cdiv(H, cfg.block))](
-        rows, row_map, weights, shared, shared_gate, num_valid_rows, out, R, rows.stride(0), *row_map.stride(),
-        *((0, 0) if weights is None else weights.stride()), 0 if shared is None else shared.stride(0),
-        0 if shared_gate is None else shared_gate.stride(0), out.stride(0), float(routed_scale),
-        K=K, H=H, BLOCK=cfg.block, PRODUCT=numerics.product, GROUPS=_groups(numerics.order),
-        SCALE="none" if routed_scale == 1.0 else numerics.scale, TWO_ROUNDINGS=numerics.rounding == "two",
-        POSITIVE_ZERO=numerics.zero == "positive", PDL=pdl, num_warps=cfg.warps, enable_fp_fusion=False, launch_pdl=pdl,
+    facts = _Facts(
+        K, H, numerics.product, _groups(numerics.order), "none" if routed_scale == 1.0 else numerics.scale,
+        numerics.rounding == "two", numerics.zero == "positive", pdl,
     )  # fmt: skip
+    strides = (rows.stride(0), 0 if shared is None else shared.stride(0), out.stride(0))
+    if config is None:
+        config = heuristic(T, H, rows.element_size())
+        if rows.device.type == "cuda":
+            tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, out)
+            _compile(rows.device, tuple(None if t is None else t.dtype for t in tensors), strides, facts)
+    rows_stride, shared_stride, out_stride = strides
+    weights_strides = (0, 0) if weights is None else weights.stride()
+    gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
+    _finalize_kernel[(T, triton.cdiv(H, config.block))](
+        rows, row_map, weights, shared, shared_gate, num_valid_rows, out, R, rows_stride, *row_map.stride(),
+        *weights_strides, shared_stride, gate_stride, out_stride, float(routed_scale), **facts.options(config),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The compile-time arguments that a config does not choose."""
+
+    K: int
+    H: int
+    PRODUCT: str
+    GROUPS: int
+    SCALE: str
+    TWO_ROUNDINGS: bool
+    POSITIVE_ZERO: bool
+    PDL: bool
+
+    def options(self, config: FinalizeConfig) -> dict[str, Any]:
+        return vars(self) | {
+            "BLOCK": config.block, "num_warps": config.warps, "enable_fp_fusion": False, "launch_pdl": self.PDL,
+        }  # fmt: skip
+
+
+@functools.cache
+def _compile(
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, int, int], facts: _Facts
+) -> None:
+    """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
+    rows_stride, shared_stride, out_stride = strides
+    with torch.cuda.device(device):
+        for config in every_config(facts.H, cast(torch.dtype, dtypes[0]).itemsize):
+            compiled = _finalize_kernel.warmup(
+                *dtypes,
+                2,
+                rows_stride,
+                2,
+                2,
+                2,
+                2,
+                shared_stride,
+                2,
+                out_stride,
+                2.0,
+                grid=(1,),
+                **facts.options(config),
+            )
+            compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
 
 
 @functools.cache
