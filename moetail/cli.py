@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -32,7 +31,7 @@ def forward(
     model: Annotated[str, typer.Option(help="a built-in model, a config.json, or a folder with one")] = "glm4-moe-mini",
     case: Annotated[list[str], typer.Option(help="NAME=[N*]Q[@K]; may be given more than once")] = ["prefill=512"],  # noqa: B006
     arms: Annotated[str, typer.Option(help="two arms, the baseline first")] = "stock,moetail",
-    rounds: Annotated[int | None, typer.Option(min=4, help="rounds a case; default: about 25 s of them")] = None,
+    rounds: Annotated[int | None, typer.Option(min=4, help="rounds a case; default: about 40 s of them")] = None,
     text: Annotated[Path | None, typer.Option(help="a file whose bytes are the input tokens")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
     json: Annotated[Path | None, typer.Option(help="write the record here")] = None,
@@ -75,14 +74,10 @@ def forward(
     if json is not None:
         record.write(json, content)
     where = content["machine"]["gpu"] or f"{content['machine']['cpu']}, {content['machine']['threads']} threads, eager"
-    out = Console(width=None if sys.stdout.isatty() else 200)
+    out = Console()
     out.print(tables.forward_table(rows, f"{model} on {where}; experts GEMM in both arms: torch grouped_mm"))
-    for result in results:
-        out.print(
-            f"{result.case}: {result.verdict.word}; {result.verdict.why}. {result.rounds} rounds; "
-            f"last-token logits and final hidden states: {result.differing_bits} bits differ.",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+    for row in rows:
+        out.print(tables.forward_details(row), highlight=False, soft_wrap=True)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(result.verdict.word == "slower" for result in results):

@@ -268,7 +268,8 @@ BAD = {
     "out-shape": ("out", lambda a: a | {"out": torch.empty(4, 63, dtype=BF16)}),
     "out-dtype": ("out", lambda a: a | {"out": torch.empty(4, 64)}),
     "out-overlaps-rows": ("out", lambda a: a | {"out": a["rows"][:4]}),
-    "transformers-K": ("numerics", lambda a: a | {"row_map": a["row_map"].repeat(1, 6), "numerics": Numerics.TRANSFORMERS,
+    "transformers-K": ("numerics",
+                       lambda a: a | {"row_map": a["row_map"].repeat(1, 6), "numerics": Numerics.TRANSFORMERS,
                                                  "weights": a["weights"].repeat(1, 6)}),
 }  # fmt: skip
 

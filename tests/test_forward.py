@@ -155,7 +155,7 @@ def test_differing_bits():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_both_tails_are_stock_bits(device, weights_dtype):
     index = torch.stack([torch.randperm(16)[:6] for _ in range(20)]).to(device)
-    x = tail.TailInputs.random(index, torch.rand(20, 6).to(weights_dtype).to(device), 96, torch.bfloat16)
+    x = tail.TailInputs.random(index, torch.rand(20, 6).to(weights_dtype).to(device), 96, 64, torch.bfloat16)
     assert torch.equal(tail.stock_tail(x), tail.moetail_tail(x))
 
 
@@ -172,7 +172,8 @@ def test_the_stock_tail_is_what_transformers_runs(loaded):
     with torch.no_grad():
         routed = expert_rows(experts, hidden, index, weights)
         order = torch.argsort(routed.row_map.reshape(-1))
-        x = tail.TailInputs(routed.rows, order, weights, torch.randn(20, 64).bfloat16(), routed.num_valid_rows)
+        shared = torch.randn(20, 64).bfloat16()
+        x = tail.TailInputs(routed.rows, order, weights, shared, routed.num_valid_rows, shared)
         assert torch.equal(tail.stock_tail(x), grouped_mm_experts_forward(experts, hidden, index, weights) + x.shared)
 
 
@@ -180,7 +181,7 @@ def test_a_tail_with_wrong_bits_is_not_timed(monkeypatch):
     monkeypatch.setattr(Numerics, "TRANSFORMERS", Numerics.TRTLLM)
     index = torch.stack([torch.randperm(16)[:6] for _ in range(50)])
     with pytest.raises(RuntimeError, match="differ in their bits"):
-        tail.measure(index, torch.rand(50, 6).bfloat16(), 96, torch.bfloat16, rounds=2)
+        tail.measure(index, torch.rand(50, 6).bfloat16(), 96, 64, torch.bfloat16, rounds=2)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -199,7 +200,8 @@ def test_peak_bytes(device):
 ROW = {
     "model": "m", "case": "c", "T": 8, "arms": {n: {"median_us": us, "peak_bytes": 1} for n, us in
     (("stock", 2000.0), ("moetail", 1000.0), ("control", 2000.0))}, "ratio": {"b_over_a": 0.5, "low": 0.4, "high": 0.6},
-    "aa": {"b_over_a": 1.0, "low": 0.99, "high": 1.01}, "differing_bits": 0, "verdict": "faster", "arrives": 0.9,
+    "aa": {"b_over_a": 1.0, "low": 0.99, "high": 1.01}, "differing_bits": 0, "verdict": "faster",
+    "arrives": 0.9, "ceiling_us": 1000.0,
     "tail": {"stock": {"median_us": 300.0}, "moetail": {"median_us": 50.0}, "layers": 4},
 }  # fmt: skip
 RECORD = {"machine": {"gpu": None, "threads": 2, "date": "2026-11-30", "commit": "abc"}, "rows": [ROW]}

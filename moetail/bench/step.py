@@ -102,6 +102,13 @@ def final_hidden_states(model: Any) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
+def inner_width(model: Any) -> int:
+    """The columns of the first expert GEMM's output."""
+    experts = next(m for m in model.modules() if hasattr(m, "_apply_gate"))
+    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    return first.shape[-1] if experts.is_transposed else first.shape[-2]
+
+
 @contextlib.contextmanager
 def routings(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """(top_k_index, top_k_weights) of each MoE layer's call inside the block."""

@@ -14,21 +14,30 @@ _MARKED = re.compile(r"(<!-- table: (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", 
 
 def forward_table(rows: list[dict[str, Any]], title: str) -> Table:
     """One line a case."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for column in ("case", "T", "stock ms", "moetail ms", "ratio [95 %]", "A/A", "bits", "peak MiB", "tail us x layers",
-                   "arrives", "verdict"):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("case", "verdict") else "right", no_wrap=True)
+    table = Table(title=title, title_justify="left")
+    for column in ("case", "T", "stock ms", "moetail ms", "ratio [95 %]", "bits", "verdict"):
+        table.add_column(column, justify="left" if column in ("case", "verdict") else "right")
     for row in rows:
-        a, b = _arms(row)
-        tail = row["tail"]
-        table.add_row(
-            row["case"], str(row["T"]), *(f"{row['arms'][arm]['median_us'] / 1e3:.3f}" for arm in (a, b)),
-            _interval(row["ratio"]), _interval(row["aa"]), _bits(row),
-            " -> ".join(f"{row['arms'][arm]['peak_bytes'] / 2**20:.1f}" for arm in (a, b)),
-            f"{tail['stock']['median_us']:.0f} -> {tail['moetail']['median_us']:.0f} x {tail['layers']}",
-            _arrives(row), row["verdict"],
-        )  # fmt: skip
+        times = (f"{row['arms'][arm]['median_us'] / 1e3:.3f}" for arm in _arms(row))
+        table.add_row(row["case"], str(row["T"]), *times, _interval(row["ratio"]), _bits(row), row["verdict"])
     return table
+
+
+def forward_details(row: dict[str, Any]) -> str:
+    """What stands behind a case's line: why the verdict, the control, memory, and the tails measured alone."""
+    a, b = _arms(row)
+    tail = {name: value["median_us"] for name, value in row["tail"].items() if name != "layers"}
+    memory = " -> ".join(f"{row['arms'][arm]['peak_bytes'] / 2**20:.1f}" for arm in (a, b))
+    noise_us = (row["aa"]["high"] - row["aa"]["low"]) * row["arms"][a]["median_us"]
+    arrives = (
+        f"{row['arrives']:.0%} of it arrived" if row["ceiling_us"] > noise_us else "less than this run can resolve"
+    )
+    return (
+        f"{row['case']}: {row['verdict']}; {row['why']}. {row['rounds']} rounds; {row['differing_bits']} bits differ "
+        f"in the last-token logits and final hidden states; peak memory {memory} MiB.\n"
+        f"  One layer alone: tail {tail['stock']:.0f} -> {tail['moetail']:.0f} us, masks {tail['masks']:.0f} -> 0 us; "
+        f"over {row['tail']['layers']} layers {row['ceiling_us'] / 1e3:.2f} ms can be gained, {arrives}."
+    )
 
 
 def markdown_table(records: list[dict[str, Any]]) -> str:
@@ -71,11 +80,3 @@ def _interval(ratio: dict[str, float]) -> str:
 
 def _bits(row: dict[str, Any]) -> str:
     return "0 differ" if row["differing_bits"] == 0 else f"{row['differing_bits']} DIFFER"
-
-
-def _arrives(row: dict[str, Any]) -> str:
-    """Blank where the ceiling is below what the control could tell from nothing."""
-    tail, baseline = row["tail"], row["arms"][_arms(row)[0]]["median_us"]
-    ceiling = (tail["stock"]["median_us"] - tail["moetail"]["median_us"]) * tail["layers"]
-    noise = (row["aa"]["high"] - row["aa"]["low"]) * baseline
-    return f"{row['arrives']:.0%}" if ceiling > noise else "-"

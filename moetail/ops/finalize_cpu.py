@@ -21,7 +21,7 @@ from moetail.numerics import Numerics, slot_groups, torch_cpu_main_columns
 from moetail.ops import cpu_threads
 
 # Below this much work a second thread costs more than it saves.
-_BYTES_PER_THREAD = 128 * 1024
+_BYTES_PER_THREAD = 512 * 1024
 
 _PRODUCTS = ("none", "fma", "round_f32", "round_row")
 # numba has neither bf16 nor a complete fp16: their bits travel as two integer types, which also choose the code below.
