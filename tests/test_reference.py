@@ -68,8 +68,11 @@ def test_close_to_an_unrounded_sum(name, dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "names"),
-    [(torch.bfloat16, ("TRTLLM", "TRANSFORMERS", "SINGLE_ROUNDING")), (torch.float32, ("TRTLLM", "TRANSFORMERS", "FLASHINFER"))],
-)  # fmt: skip
+    [
+        (torch.bfloat16, ("TRTLLM", "TRANSFORMERS", "SINGLE_ROUNDING")),
+        (torch.float32, ("TRTLLM", "TRANSFORMERS", "FLASHINFER")),
+    ],
+)
 def test_presets_differ_in_bits(dtype, names):
     """The presets are different functions: a reference that ignored the profile would pass every other test."""
     x = finalize_inputs(64, 8, 256, dtype=dtype, weights_dtype=dtype)
