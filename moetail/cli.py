@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -85,6 +85,143 @@ def forward(
 
 
 @bench.command()
+def kernels(
+    shape: Annotated[list[str] | None, typer.Option(help="T,K,H; may be given more than once")] = None,
+    mode: Annotated[str, typer.Option(help="chained, producer, or both: chained,producer")] = "chained",
+    rounds: Annotated[int, typer.Option(min=4)] = 20,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
+    json: Annotated[Path | None, typer.Option(help="write the record here")] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw the roofline here")] = None,
+) -> None:
+    """The finalize kernel against the ones people use today: microseconds, bandwidth, bits.
+
+    Exit code: 0; 1 where our own bits fail (and then nothing is printed); 2 for bad input.
+    """
+    import torch
+
+    errors = Console(stderr=True)
+    try:
+        from moetail.bench import kernels as bench_kernels
+        from moetail.bench import picture, record, tables
+    except ModuleNotFoundError as error:
+        _fail(errors, f"{error}; pip install 'moetail[bench,cpu]'")
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rows = []
+    try:
+        shapes = [_shape(text) for text in shape] if shape else bench_kernels.DEFAULT
+        runs = [(*one, how) for how in mode.split(",") for one in shapes]
+        with _progress(errors) as progress:
+            task = progress.add_task("kernels", total=len(runs))
+            for done, (T, K, H, how) in enumerate(runs):
+                progress.update(task, description=f"T={T} K={K} H={H} {how}", completed=done)
+                rows.append(bench_kernels.run_shape(T, K, H, how, target, rounds).row())
+    except ValueError as error:
+        _fail(errors, str(error))
+    except RuntimeError as error:
+        errors.print(f"moetail: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(SLOWER) from None
+    content = record.record("kernels", rows, complete=True)
+    if json is not None:
+        record.write(json, content)
+    if svg is not None:
+        picture.roofline(content, svg)
+    Console(soft_wrap=True, width=None if Console().is_terminal else 240).print(tables.kernels_table(rows))
+    if rows[0]["not_installed"]:
+        errors.print(f"not installed here, so not compared: {', '.join(rows[0]['not_installed'])}", highlight=False)
+
+
+@app.command()
+def tune(
+    op: Annotated[str, typer.Argument(help="the op to tune: finalize")],
+    out: Annotated[Path, typer.Option(help="the config file to write")],
+    shape: Annotated[list[str] | None, typer.Option(help="K,H; may be given more than once")] = None,
+) -> None:
+    """Measure a kernel's configs on this GPU and write those that beat its heuristic; Ctrl-C keeps what it has."""
+    import torch
+
+    errors = Console(stderr=True)
+    if op != "finalize":
+        _fail(errors, f"op must be finalize, got {op!r}")
+    if not torch.cuda.is_available():
+        _fail(errors, "tune needs a CUDA GPU, got none: the CPU kernel has nothing to tune")
+    from moetail import tuning
+    from moetail.bench import kernels as bench_kernels
+    from moetail.bench import record
+    from moetail.bench import tune as bench_tune
+
+    try:
+        shapes = [_numbers("shape", text, "K,H") for text in shape] if shape else list(bench_kernels.SHAPES)
+    except ValueError as error:
+        _fail(errors, str(error))
+    entries: list[dict[str, Any]] = []
+    with _progress(errors) as progress:
+        task = progress.add_task("tune", total=None)
+        try:
+            for K, H in shapes:
+
+                def show(done: int, total: int, note: str, name: str = f"K={K} H={H}") -> None:
+                    progress.update(task, description=name, completed=done, total=total)
+                    progress.print(f"{name} {note}", highlight=False)
+
+                entries.append(bench_tune.tune_shape(K, H, torch.device("cuda", 0), show))
+        except KeyboardInterrupt:
+            errors.print(f"interrupted: {len(entries)} of {len(shapes)} shapes are kept", style="bold red")
+    record.write(out, {"schema": tuning.SCHEMA, "machine": record.machine(), "entries": entries})
+
+
+@app.command()
+def conformance(
+    impl: Annotated[str, typer.Option(help="module:function, f(rows, row_map, weights, shared) -> [T, H]")],
+    numerics: Annotated[list[str] | None, typer.Option(help="a preset to try; default: all")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    json: Annotated[Path | None, typer.Option(help="write the record here")] = None,
+) -> None:
+    """Which numerics a finalize implementation has, bit by bit, and what it cannot take.
+
+    Exit code: 0 where it has one of the presets tried; 1 where it has none; 2 for bad input.
+    """
+    from moetail import conformance as suite
+    from moetail.bench import record, tables
+
+    errors, out = Console(stderr=True), Console()
+    try:
+        report = suite.run(impl, suite.load(impl), device, tuple(numerics or ()))
+    except ValueError as error:
+        _fail(errors, str(error))
+    if json is not None:
+        record.write(json, record.record("conformance", [report.row()], complete=True))
+    out.print(tables.conformance_table(report.row()))
+    out.print(f"{impl}: {' and '.join(report.profiles) or 'none of the presets tried'}", highlight=False)
+    if not report.profiles:
+        raise typer.Exit(SLOWER)
+
+
+@app.command()
+def ceiling(
+    layers: Annotated[int, typer.Option(help="MoE layers of the model")],
+    step_ms: Annotated[float, typer.Option(help="the whole step, in milliseconds")],
+    separate_us: Annotated[float | None, typer.Option(help="one layer's tail as separate kernels")] = None,
+    fused_us: Annotated[float | None, typer.Option(help="one layer's tail as one kernel")] = None,
+    shape: Annotated[str | None, typer.Option(help="T,K,H: from the bytes instead of measured times")] = None,
+    tb_per_s: Annotated[float, typer.Option(help="with --shape: the memory bandwidth")] = 4.2,
+) -> None:
+    """The most that fusing a tail can take off a model's step. A claim above it needs no measurement to be wrong."""
+    from moetail.bench import ceiling as bench_ceiling
+
+    errors = Console(stderr=True)
+    try:
+        if shape is not None and separate_us is None and fused_us is None:
+            answer = bench_ceiling.from_bytes(*_shape(shape), tb_per_s, layers, step_ms * 1e3)
+        elif shape is None and separate_us is not None and fused_us is not None:
+            answer = bench_ceiling.Ceiling(separate_us, fused_us, layers, step_ms * 1e3)
+        else:
+            raise ValueError("ceiling must have either --separate-us and --fused-us, or --shape")
+    except ValueError as error:
+        _fail(errors, str(error))
+    Console().print(str(answer), highlight=False, soft_wrap=True)
+
+
+@bench.command()
 def readme(root: Annotated[Path, typer.Argument(help="the checkout")] = Path(".")) -> None:
     """Make the README's tables and picture anew from the committed records."""
     from moetail.bench import picture, tables
@@ -95,6 +232,18 @@ def readme(root: Annotated[Path, typer.Argument(help="the checkout")] = Path("."
 
 
 PICTURED = ("forward-h200-deepseek-v3-width.json", "forward-cpu-glm4-moe-mini.json")
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    T, K, H = _numbers("shape", text, "T,K,H")
+    return T, K, H
+
+
+def _numbers(name: str, text: str, form: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if len(numbers) != len(form.split(",")) or not all(n.strip().isdigit() and int(n) > 0 for n in numbers):
+        raise ValueError(f"{name} must be {form}, numbers above 0, got {text!r}")
+    return tuple(map(int, numbers))
 
 
 def _fail(errors: Console, sentence: str) -> NoReturn:

@@ -18,16 +18,18 @@ MAY_IMPORT = {
     "numerics": set(),
     "guards": set(),
     "contract": {"numerics"},
+    "tuning": set(),
     "reference": {"numerics"},
+    "conformance": {"numerics", "reference", "testing"},
     "testing": {"numerics"},
-    "ops": {"numerics", "reference", "ops"},
+    "ops": {"numerics", "reference", "ops", "tuning"},
     "integrations": {"contract", "numerics", "ops", "reference", "integrations"},
-    "bench": {"numerics", "ops", "guards", "testing", "reference", "bench", "integrations"},
-    "cli": {"bench"},
+    "bench": {"numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
+    "cli": {"bench", "conformance", "tuning"},
     "__init__": {"contract", "numerics", "ops", "reference", "integrations"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
-CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing")
+CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance")
 
 
 def part(path):

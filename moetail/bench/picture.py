@@ -1,4 +1,4 @@
-"""The README's picture: a model's step before and after, to scale, and the part of it that is the MoE tail."""
+"""Pictures from records, as SVG: the README's step before and after, and the roofline of a kernels record."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ REST, TAIL = "#8a99ad", "#d1495b"
 
 def draw(records: list[Path], out: Path) -> None:
     """Two bars a case: the step's milliseconds, the tails' share (each tail measured alone, times the layers)."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "moetail", "font.size": 9})
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     cases = [(content["machine"], row) for path in records for content in [json.loads(path.read_text())]
              for row in content["rows"]]  # fmt: skip
     figure, axes = pyplot.subplots(len(cases), 1, figsize=(8, 1.05 * len(cases) + 0.5), squeeze=False)
@@ -25,9 +20,7 @@ def draw(records: list[Path], out: Path) -> None:
     axes[0, 0].legend(
         ["the rest of the step", "MoE tail"], loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False
     )
-    figure.tight_layout()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
+    _save(pyplot, figure, out)
 
 
 def _bars(axis: Any, machine: dict[str, Any], row: dict[str, Any]) -> None:
@@ -43,3 +36,37 @@ def _bars(axis: Any, machine: dict[str, Any], row: dict[str, Any]) -> None:
     where = machine["gpu"] or f"{machine['threads']} CPU cores"
     axis.set_title(f"{row['model']}, {row['case']} ({row['T']} tokens), {where}", loc="left", fontsize=9)
     axis.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def roofline(content: dict[str, Any], out: Path) -> None:
+    """Time against bytes for every shape of a `kernels` record, over what a copy of as many bytes takes."""
+    pyplot = _pyplot()
+    rows = [row for row in content["rows"] if row["mode"] == "chained"]
+    figure, axis = pyplot.subplots(figsize=(8, 5))
+    names = [name for name in rows[0]["arms"] if name not in ("copy", "control")]
+    for name in names:
+        points = sorted((row["bytes"], row["arms"][name]["median_us"]) for row in rows if name in row["arms"])
+        axis.plot(*zip(*points, strict=True), marker="o" if name.startswith("moetail") else ".", lw=0.8, label=name)
+    copies = sorted((row["bytes"], row["arms"]["copy"]["median_us"]) for row in rows)
+    axis.plot(*zip(*copies, strict=True), color="black", lw=2, ls="--", label="a copy of as many bytes")
+    axis.set(xscale="log", yscale="log", xlabel="bytes moved at least", ylabel="us a call")
+    axis.set_title(f"finalize on {content['machine']['gpu'] or content['machine']['cpu']}", loc="left")
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    _save(pyplot, figure, out)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "moetail", "font.size": 9})
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(pyplot: Any, figure: Any, out: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    pyplot.close(figure)

@@ -40,6 +40,43 @@ def forward_details(row: dict[str, Any]) -> str:
     )
 
 
+def kernels_table(rows: list[dict[str, Any]]) -> Table:
+    """One line a shape: ours, and how many times longer each baseline takes than ours of the same numerics."""
+    baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    table = Table(title="finalize + shared add, us a call; baselines as a multiple of ours", title_justify="left")
+    for column in ("T", "K", "H", "mode", "L2", "us", "p90", "TB/s", "of copy", "A/A", *baselines):
+        table.add_column(column, justify="left" if column in ("mode", "L2") else "right")
+    for row in rows:
+        us = row["arms"]["moetail TRTLLM"]
+        table.add_row(
+            *(str(row[name]) for name in ("T", "K", "H", "mode", "l2")),
+            f"{us['median_us']:.2f}", f"{us['p90_us']:.2f}",
+            f"{row['tb_per_s']:.2f}", f"{row['share_of_copy']:.0%}", f"{row['aa']['b_over_a']:.3f}",
+            *(_multiple(row, name) for name in baselines),
+        )  # fmt: skip
+    return table
+
+
+def _multiple(row: dict[str, Any], name: str) -> str:
+    ratio = row["ratios"].get(name)
+    if ratio is None:
+        return "-"
+    same = "" if row["arms"][name]["bits"] != "differs" else " !"
+    return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]{same}"
+
+
+def conformance_table(row: dict[str, Any]) -> Table:
+    """One line a case, one column a preset."""
+    presets = list(next(iter(row["outcome"].values())))
+    table = Table(title=f"{row['implementation']} on {row['device']}", title_justify="left")
+    table.add_column("case")
+    for preset in presets:
+        table.add_column(preset)
+    for case, outcome in row["outcome"].items():
+        table.add_row(case, *(outcome[preset].partition(":")[0] for preset in presets))
+    return table
+
+
 def markdown_table(records: list[dict[str, Any]]) -> str:
     """A README's table: every row of the records, losses included."""
     lines = [

@@ -8,6 +8,7 @@ before the one *before* its producer has finished (map, weights and shared inclu
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from moetail import tuning
 from moetail.numerics import Numerics
 
 _INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -52,9 +54,26 @@ def heuristic(T: int, H: int, element_size: int) -> FinalizeConfig:
     return _fitted(config, H, element_size)
 
 
-def every_config(H: int, element_size: int) -> tuple[FinalizeConfig, ...]:
-    """All that `heuristic` can answer for some T: what has to be compiled so that no later T compiles."""
-    return tuple(dict.fromkeys(_fitted(config, H, element_size) for _, config in _CONFIGS))
+@functools.lru_cache(maxsize=8192)
+def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype) -> FinalizeConfig:
+    """The tuned config where this GPU has one for T, the heuristic's otherwise."""
+    tuned = tuning.lookup(tuning_key(device, K, H, dtype), T).config if device.type == "cuda" else None
+    return heuristic(T, H, dtype.itemsize) if tuned is None else FinalizeConfig(**dict(tuned))
+
+
+def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuple[FinalizeConfig, ...]:
+    """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
+    tuned = (FinalizeConfig(**dict(b.config)) for b in tuning.buckets(tuning_key(device, K, H, dtype)))
+    guessed = (_fitted(config, H, dtype.itemsize) for _, config in _CONFIGS)
+    return tuple(dict.fromkeys((*guessed, *tuned)))
+
+
+@functools.cache
+def tuning_key(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuning.Key:
+    kernels = (_finalize_kernel, _routed_sum, _to, _round, _fma, _sigmoid)
+    source = tuning.source_hash(*(inspect.getsource(kernel.fn) for kernel in kernels))
+    gpu = torch.cuda.get_device_name(device)
+    return tuning.Key("finalize", gpu, K, H, str(dtype).removeprefix("torch."), source, triton.__version__)
 
 
 def _fitted(config: FinalizeConfig, H: int, element_size: int) -> FinalizeConfig:
@@ -85,7 +104,7 @@ def launch(
     )  # fmt: skip
     strides = (rows.stride(0), 0 if shared is None else shared.stride(0), out.stride(0))
     if config is None:
-        config = heuristic(T, H, rows.element_size())
+        config = config_for(rows.device, T, K, H, rows.dtype)
         if rows.device.type == "cuda":
             tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, out)
             _compile(rows.device, tuple(None if t is None else t.dtype for t in tensors), strides, facts)
@@ -124,7 +143,7 @@ def _compile(
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     rows_stride, shared_stride, out_stride = strides
     with torch.cuda.device(device):
-        for config in every_config(facts.H, cast(torch.dtype, dtypes[0]).itemsize):
+        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0])):
             compiled = _finalize_kernel.warmup(
                 *dtypes,
                 2,

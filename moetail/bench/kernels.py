@@ -1,0 +1,172 @@
+"""`moetail bench kernels`: one op alone, against the kernels people use today, in one process and interleaved.
+
+Bits first: a contender of ours whose bits fail stops the run, and no time is printed. Inputs rotate; the L2 cache
+counts as cold where the rotation is three times its size. The copy that the bandwidth is compared with moves as many
+bytes as the op, in the same run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moetail import reference
+from moetail.bench import stats, timing
+from moetail.bench.contenders import Contender, KernelInputs, contenders, ours
+from moetail.numerics import Numerics
+from moetail.testing import assert_same_bits
+
+# The models' shapes (K, H) that the numbers to beat were measured at.
+SHAPES = ((6, 5120), (8, 7168), (10, 2048))
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 16384)
+DEFAULT = tuple((T, K, H) for K, H in SHAPES for T in TOKENS)
+MODES = ("chained", "producer")
+_MAX_SETS = 64
+
+
+@dataclass(frozen=True)
+class KernelResult:
+    """One shape in one mode; samples in microseconds a call, by contender."""
+
+    T: int
+    K: int
+    H: int
+    mode: str
+    l2: str
+    sets: int
+    num_bytes: int
+    samples: dict[str, list[float]]
+    ratios: dict[str, stats.Interval]
+    aa: stats.Interval
+    bits: dict[str, str]
+    missing: tuple[str, ...]
+
+    def median_us(self, name: str) -> float:
+        return float(stats.summary(self.samples[name])["median_us"])
+
+    def share_of_copy(self, name: str) -> float:
+        return self.median_us("copy") / self.median_us(name)
+
+    def row(self) -> dict[str, Any]:
+        """This shape in a record. `ratio` is baseline over ours: above 1 is a win."""
+        name = "moetail TRTLLM"
+        return {
+            "op": "finalize", "case": f"T={self.T} K={self.K} H={self.H} {self.mode}", "T": self.T, "K": self.K,
+            "H": self.H, "dtype": "bfloat16", "mode": self.mode, "l2": self.l2, "sets": self.sets,
+            "bytes": self.num_bytes, "tb_per_s": self.num_bytes / self.median_us(name) / 1e6,
+            "share_of_copy": self.share_of_copy(name),
+            "arms": {
+                arm: {**stats.summary(values), "samples_us": [round(v, 3) for v in values], "bits": self.bits.get(arm)}
+                for arm, values in self.samples.items()
+            },
+            "ratios": {arm: {"value": r.value, "low": r.low, "high": r.high} for arm, r in self.ratios.items()},
+            "aa": {"b_over_a": self.aa.value, "low": self.aa.low, "high": self.aa.high},
+            "not_installed": list(self.missing),
+        }  # fmt: skip
+
+
+def run_shape(T: int, K: int, H: int, mode: str, device: torch.device, rounds: int = 20) -> KernelResult:
+    """Measure one shape.
+
+    Raises: ValueError for an unknown mode, or "producer" on a CPU; RuntimeError where our own bits fail.
+    """
+    if mode not in MODES or (mode == "producer" and device.type != "cuda"):
+        raise ValueError(
+            f"mode must be one of {', '.join(MODES)} (producer on cuda only), got {mode!r} on {device.type}"
+        )
+    baselines, missing = contenders()
+    mine = [
+        ours(n) for n in (Numerics.TRTLLM, Numerics.PREWEIGHTED, Numerics.TRANSFORMERS) if _defined(n, T, K, H, device)
+    ]
+    baselines = [b for b in baselines if b.against in {m.numerics for m in mine}]
+    one = KernelInputs.random(T, K, H, device)
+    num_bytes = one.num_bytes(Numerics.TRTLLM)
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 64 * 2**20
+    sets = max(2, min(_MAX_SETS, -(-3 * l2_bytes // num_bytes)))
+    inputs = [one, *(KernelInputs.random(T, K, H, device) for _ in range(sets - 1))]
+    bits = {c.name: _bits(c, one) for c in (*mine, *baselines)}
+
+    named = {c.name: c for c in (*mine, *baselines)} | {"control": mine[0]}
+    programs = {name: [_in_mode(mode, c, x) for x in inputs] for name, c in named.items()}
+    programs["copy"] = _copies(num_bytes, sets, device)
+    if mode == "producer":
+        programs["edges alone"] = [_in_mode(mode, None, x) for x in inputs]
+    arms = [_arm(name, calls, device) for name, calls in programs.items()]
+    timing.warm_up(arms, seconds=0.2)
+    samples, paired = timing.interleave(arms, rounds)
+    by_numerics = {m.numerics: m.name for m in mine}
+    ratios = {b.name: stats.paired_ratio(paired[by_numerics[b.against]], paired[b.name]) for b in baselines}
+    aa = stats.paired_ratio(paired[mine[0].name], paired["control"])
+    cold = sets * num_bytes >= 3 * l2_bytes
+    per_call = {name: [us / sets for us in values] for name, values in samples.items()}
+    return KernelResult(
+        T, K, H, mode, "cold" if cold else "warm", sets, num_bytes, per_call, ratios, aa, bits, tuple(missing)
+    )
+
+
+def _defined(numerics: Numerics, T: int, K: int, H: int, device: torch.device) -> bool:
+    try:
+        numerics.resolve(T, K, H, device.type, torch.bfloat16, torch.float32)
+    except ValueError:
+        return False
+    return True
+
+
+def _bits(contender: Contender, x: KernelInputs) -> str:
+    """The numerics that the contender's output has, or "differs". Raises: RuntimeError for ours."""
+    numerics = contender.numerics or contender.against
+    x.out.fill_(float("nan"))
+    got = contender.bind(x)()
+    want = reference.finalize(*x.finalize_args(numerics), numerics=numerics)
+    try:
+        assert_same_bits(got, want)
+    except AssertionError as error:
+        if contender.name.startswith("moetail"):
+            raise RuntimeError(f"{contender.name} has wrong bits and is not timed: {error}") from None
+        return "differs"
+    return numerics.name
+
+
+def _in_mode(mode: str, contender: Contender | None, x: KernelInputs) -> Callable[[], object]:
+    """The contender's program on these inputs, in that mode between a producer and a consumer; None: those alone."""
+    if mode == "chained":
+        assert contender is not None
+        return contender.bind(x)
+    from moetail.bench import edges
+
+    numerics = Numerics.TRTLLM if contender is None else contender.against
+    read = x.finalize_args(numerics)[0]
+    source = x.rows if read is x.slot_rows else x.slot_rows
+    program = (lambda: x.shared) if contender is None else contender.bind(x)
+    sink = torch.empty_like(x.shared)
+
+    def between_edges() -> None:
+        edges.produce(source, read)
+        edges.consume(program(), x.shared, sink)
+
+    return between_edges
+
+
+def _arm(name: str, calls: list[Callable[[], object]], device: torch.device) -> timing.Arm:
+    def program() -> None:
+        for call in calls:
+            call()
+
+    return timing.cuda_graph_arm(name, program) if device.type == "cuda" else timing.cpu_arm(name, program)
+
+
+def _copies(num_bytes: int, sets: int, device: torch.device) -> list[Callable[[], object]]:
+    """Elementwise copies of num_bytes in all. A kernel, not cudaMemcpy: inside a graph that ran at 2.8 TB/s on an H200
+    where this ran at 4.3."""
+    count = max(1, num_bytes // 4)
+    pairs = [torch.randn(2, count, device=device, dtype=torch.bfloat16).unbind() for _ in range(sets)]
+    copy = torch.Tensor.copy_ if device.type == "cpu" else _copy_kernel
+    return [functools.partial(copy, b, a) for a, b in pairs]
+
+
+def _copy_kernel(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return torch.mul(source, 1.0, out=out)

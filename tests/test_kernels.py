@@ -1,0 +1,124 @@
+"""bench kernels, its contenders, the ceiling, and what the commands print and refuse."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moetail import cli
+from moetail.bench import ceiling, contenders, kernels
+from moetail.numerics import Numerics
+from moetail.ops import finalize as op
+
+CPU = torch.device("cpu")
+
+
+def run(*args):
+    return CliRunner().invoke(cli.app, [*map(str, args)])
+
+
+def test_a_shape_is_measured(tmp_path):
+    out, svg = tmp_path / "k.json", tmp_path / "k.svg"
+    shapes = ("--shape", "9,6,64", "--shape", "3,17,64")
+    result = run("bench", "kernels", *shapes, "--device", "cpu", "--rounds", 4, "--json", out, "--svg", svg)
+    assert result.exit_code == cli.OK, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["T"] for r in rows] == [9, 3]
+    first = rows[0]
+    # K rows, shared and out of 64 bf16 columns; a map of int32 and weights of fp32
+    assert first["bytes"] == 9 * (6 + 2) * 64 * 2 + 9 * 6 * (4 + 4)
+    assert first["arms"]["moetail TRTLLM"]["bits"] == "TRTLLM"
+    assert first["arms"]["torch eager"]["bits"] == "TRANSFORMERS"
+    assert set(first["ratios"]) == {"torch eager", "inductor"}
+    assert first["not_installed"] == ["vllm moe_sum + add", "vllm moe_unpermute + add"]
+    assert "moetail TRANSFORMERS" not in rows[1]["arms"]  # K 17: no bits to be compared with
+    assert b"<svg" in svg.read_bytes()
+    assert result.output.count("inductor") >= 1
+
+
+def test_no_speed_for_wrong_bits(monkeypatch):
+    real = op._op_out
+    monkeypatch.setattr(op, "_op_out", lambda *args: (real(*args), args[-1].view(torch.int16).bitwise_xor_(1)))
+    result = run("bench", "kernels", "--shape", "4,2,32", "--device", "cpu")
+    assert result.exit_code == cli.SLOWER
+    assert "moetail TRTLLM has wrong bits and is not timed" in " ".join(result.output.split())
+    assert "TB/s" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--shape", "4,2"], "shape must be T,K,H"),
+        (["--shape", "4,2,x"], "shape must be T,K,H"),
+        (["--shape", "4,2,8", "--mode", "producer"], "mode must be one of chained, producer"),
+        (["--shape", "4,2,8", "--mode", "fast"], "mode must be one of"),
+    ],
+)
+def test_bad_input(args, says):
+    result = run("bench", "kernels", "--device", "cpu", *args)
+    assert result.exit_code == cli.USAGE
+    assert says in " ".join(result.output.split())
+
+
+def test_contenders_have_the_bits_they_claim():
+    x = contenders.KernelInputs.random(12, 5, 96, CPU)
+    found, missing = contenders.contenders()
+    assert kernels._bits(next(c for c in found if c.name == "torch eager"), x) == "TRANSFORMERS"
+    for numerics in (Numerics.TRTLLM, Numerics.PREWEIGHTED, Numerics.TRANSFORMERS):
+        assert kernels._bits(contenders.ours(numerics), x) == numerics.name
+    wrong = contenders.Contender("theirs", Numerics.TRTLLM, lambda x: lambda: x.shared)
+    assert kernels._bits(wrong, x) == "differs"
+    assert missing
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", kernels.MODES)
+def test_on_a_gpu(mode):
+    result = kernels.run_shape(64, 6, 1024, mode, torch.device("cuda"), rounds=4)
+    row = result.row()
+    assert 0.1 < row["tb_per_s"] < 4.9
+    assert ("edges alone" in row["arms"]) == (mode == "producer")
+    if mode == "producer":
+        assert result.median_us("edges alone") < result.median_us("moetail TRTLLM")
+
+
+def test_ceiling_is_arithmetic():
+    c = ceiling.Ceiling(separate_us=10.0, fused_us=4.0, layers=40, step_us=7349.0)
+    assert c.gain_us == 240.0 and c.gain == pytest.approx(240 / 7349)
+    assert c.allows(0.03) and not c.allows(0.05)
+    # the seed's decode step: finalize and adds were 2.6 % of it, fused 1.2 %: 2.1 % cannot be
+    seed = ceiling.Ceiling(separate_us=0.026 * 7349 / 40, fused_us=0.012 * 7349 / 40, layers=40, step_us=7349.0)
+    assert seed.gain == pytest.approx(0.014) and not seed.allows(0.021)
+    slower = ceiling.Ceiling(5.0, 6.0, 4, 1000.0)
+    assert slower.gain < 0 and slower.allows(0.0) and not slower.allows(0.001)
+
+
+def test_ceiling_from_bytes():
+    c = ceiling.from_bytes(4096, 6, 5120, 4.0, layers=40, step_us=62190.0)
+    assert c.separate_us / c.fused_us == pytest.approx(1.25)  # (K + 4) / (K + 2)
+    assert c.fused_us == pytest.approx(8 * 4096 * 5120 * 2 / 4e6)
+
+
+@pytest.mark.parametrize("field", ["separate_us", "fused_us", "layers", "step_us"])
+def test_ceiling_refuses(field):
+    with pytest.raises(ValueError, match=f"^{field} must"):
+        ceiling.Ceiling(**{"separate_us": 2.0, "fused_us": 1.0, "layers": 2, "step_us": 100.0, field: 0})
+    with pytest.raises(ValueError, match="^step_us must be at least"):
+        ceiling.Ceiling(50.0, 1.0, 4, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["--separate-us", 10, "--fused-us", 4], cli.OK, "240.0 us of a step of 7.349 ms: at most 3.27% less time"),
+        (["--shape", "8,6,5120"], cli.OK, "less time"),
+        (["--shape", "8,6,5120", "--fused-us", 4], cli.USAGE, "either"),
+        ([], cli.USAGE, "either"),
+        (["--shape", "8,6,5120", "--tb-per-s", 0], cli.USAGE, "tb_per_s must be above 0"),
+    ],
+)
+def test_ceiling_command(args, code, says):
+    result = run("ceiling", "--layers", 40, "--step-ms", 7.349, *args)
+    assert result.exit_code == code, result.output
+    assert says in " ".join(result.output.split())
