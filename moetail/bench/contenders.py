@@ -7,9 +7,11 @@ checked before it is timed. One that is not installed here is left out, and the 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -108,9 +110,17 @@ def _inductor(x: KernelInputs) -> Program:
     return functools.partial(compiled, x.rows, x.row_map, x.weights, x.shared)
 
 
-def _vllm_moe_sum(x: KernelInputs) -> Program:
-    from vllm import _custom_ops as ops
+def load_vllm_ops() -> Any:
+    """vLLM's Python wrappers, with its compiled MoE ops registered as torch.ops._moe_C; no engine is started."""
+    for module in ("vllm._moe_C_stable_libtorch", "vllm._moe_C"):
+        if importlib.util.find_spec(module) is not None:
+            importlib.import_module(module)
+            return importlib.import_module("vllm._custom_ops")
+    raise ModuleNotFoundError("vllm is installed without its compiled MoE ops")
 
+
+def _vllm_moe_sum(x: KernelInputs) -> Program:
+    ops = load_vllm_ops()
     T, H = x.shared.shape
     rows, routed = x.slot_rows.view(T, -1, H), torch.empty_like(x.shared)
 
@@ -122,8 +132,7 @@ def _vllm_moe_sum(x: KernelInputs) -> Program:
 
 
 def _vllm_moe_unpermute(x: KernelInputs) -> Program:
-    from vllm import _custom_ops  # noqa: F401  registers torch.ops._moe_C
-
+    load_vllm_ops()
     K = x.row_map.shape[1]
     routed = torch.empty_like(x.shared)
     every_row = torch.tensor([0, x.rows.shape[0]], dtype=torch.int64, device=x.rows.device)
