@@ -1,6 +1,9 @@
 """The conformance suite names the profile of an implementation, and says what it cannot take."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -70,4 +73,19 @@ def test_bad_input(args, says):
 def test_on_a_gpu():
     report = conformance.run("ours", IMPLEMENTATIONS["TRANSFORMERS"], "cuda")
     assert report.profiles == ("TRANSFORMERS",)
-    assert conformance.run("torch", torch_expression, "cuda", ("TRANSFORMERS",)).profiles == ("TRANSFORMERS",)
+
+
+@pytest.mark.gpu
+def test_an_implementation_that_takes_the_context_down_is_reported(tmp_path):
+    """torch's gather asserts on a row that is not there: in a process of its own, so that only that one ends."""
+    out = tmp_path / "c.json"
+    command = [sys.executable, "-m", "moetail.cli", "conformance", "--device", "cuda", "--json", str(out), "--impl",
+               "test_conformance:torch_expression"]  # fmt: skip
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": ".:tests"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == cli.OK, done.stderr[-2000:]
+    row = json.loads(out.read_text())["rows"][0]
+    assert row["profiles"] == ["TRANSFORMERS"]
+    assert row["outcome"]["absent-slots"]["TRTLLM"].startswith(("refused", "not run"))
+    assert row["outcome"]["every-slot-absent"]["TRTLLM"].startswith("not run: absent-slots took the CUDA context")

@@ -30,7 +30,7 @@ def _launch(kernel: Any, count: int, *tensors: torch.Tensor) -> None:
     kernel[(triton.cdiv(count, _BLOCK),)](*tensors, count, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _produce_kernel(source, rows, count, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: ANN001, ANN202
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -39,7 +39,7 @@ def _produce_kernel(source, rows, count, BLOCK: tl.constexpr, PDL: tl.constexpr)
     tl.store(rows + i, tl.load(source + i, mask=i < count), mask=i < count)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _consume_kernel(y, residual, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: ANN001, ANN202
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
