@@ -27,7 +27,8 @@ def vllm_moe_sum(
     if weights is not None:
         raise ValueError("moe_sum takes weighted rows")
     routed = torch.empty(row_map.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
-    load_vllm_ops().moe_sum(rows[row_map.long()], routed)
+    load_vllm_ops()
+    torch.ops._moe_C.moe_sum(rows[row_map.long()], routed)
     return routed if shared is None else routed + shared
 
 

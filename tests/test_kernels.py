@@ -31,7 +31,7 @@ def test_a_shape_is_measured(tmp_path):
     assert first["arms"]["moetail TRTLLM"]["bits"] == "TRTLLM"
     assert first["arms"]["torch eager"]["bits"] == "TRANSFORMERS"
     assert set(first["ratios"]) == {"torch eager", "inductor"}
-    assert first["not_installed"] == ["vllm moe_sum + add", "vllm moe_unpermute + add"]
+    assert "vllm moe_sum + add" in first["not_installed"] and "sgl moe_sum_reduce + add" in first["not_installed"]
     assert "moetail TRANSFORMERS" not in rows[1]["arms"]  # K 17: no bits to be compared with
     assert b"<svg" in svg.read_bytes()
     assert result.output.count("inductor") >= 1

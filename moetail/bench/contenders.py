@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 
@@ -110,22 +110,32 @@ def _inductor(x: KernelInputs) -> Program:
     return functools.partial(compiled, x.rows, x.row_map, x.weights, x.shared)
 
 
-def load_vllm_ops() -> Any:
-    """vLLM's Python wrappers, with its compiled MoE ops registered as torch.ops._moe_C; no engine is started."""
-    for module in ("vllm._moe_C_stable_libtorch", "vllm._moe_C"):
-        if importlib.util.find_spec(module) is not None:
-            importlib.import_module(module)
-            return importlib.import_module("vllm._custom_ops")
-    raise ModuleNotFoundError("vllm is installed without its compiled MoE ops")
+def load_library(package: str, pattern: str) -> None:
+    """Register the torch ops of a package's compiled library, found without importing the package: `import vllm` sets
+    TORCHINDUCTOR_COMPILE_THREADS and patches Inductor, which is a contender in this process.
+
+    Raises: ModuleNotFoundError where the package or the library is not there.
+    """
+    spec = importlib.util.find_spec(package)
+    roots = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
+    found = sorted(path for root in roots for path in Path(root).glob(pattern))
+    if not found:
+        raise ModuleNotFoundError(f"{package} has no {pattern} here")
+    torch.ops.load_library(str(found[0]))
+
+
+def load_vllm_ops() -> None:
+    """vLLM's MoE ops as torch.ops._moe_C (0.26 and newer: a stable-ABI library that needs only torch)."""
+    load_library("vllm", "_moe_C*.so")
 
 
 def _vllm_moe_sum(x: KernelInputs) -> Program:
-    ops = load_vllm_ops()
+    load_vllm_ops()
     T, H = x.shared.shape
     rows, routed = x.slot_rows.view(T, -1, H), torch.empty_like(x.shared)
 
     def program() -> torch.Tensor:
-        ops.moe_sum(rows, routed)
+        torch.ops._moe_C.moe_sum(rows, routed)
         return torch.add(routed, x.shared, out=x.out)
 
     return program
@@ -135,6 +145,7 @@ def _vllm_moe_unpermute(x: KernelInputs) -> Program:
     load_vllm_ops()
     K = x.row_map.shape[1]
     routed = torch.empty_like(x.shared)
+    # Only the last element is read: a slot counts where its row is below it.
     every_row = torch.tensor([0, x.rows.shape[0]], dtype=torch.int64, device=x.rows.device)
 
     def program() -> torch.Tensor:
@@ -144,9 +155,48 @@ def _vllm_moe_unpermute(x: KernelInputs) -> Program:
     return program
 
 
+def _sgl_moe_sum_reduce(x: KernelInputs) -> Program:
+    """SGLang's path above 32 tokens. Built with fast math: its bits are PREWEIGHTED's where nothing is subnormal."""
+    load_library("sgl_kernel", "**/sm90/common_ops*.so")
+    T, H = x.shared.shape
+    rows, routed = x.slot_rows.view(T, -1, H), torch.empty_like(x.shared)
+
+    def program() -> torch.Tensor:
+        torch.ops.sgl_kernel.moe_sum_reduce.default(rows, routed, 1.0)  # its default scale, 0, zeroes the output
+        return torch.add(routed, x.shared, out=x.out)
+
+    return program
+
+
+def _sglang_fuse_shared(x: KernelInputs) -> Program:
+    module = importlib.import_module("sglang.kernels.ops.moe.moe_finalize_fuse_shared")
+    row_map, K = x.row_map.view(-1), x.row_map.shape[1]
+    return functools.partial(module.moe_finalize_fuse_shared, x.rows, row_map, x.weights, x.shared, K)
+
+
+def _flashinfer_moe_unpermute(x: KernelInputs) -> Program:
+    unpermute = importlib.import_module("flashinfer.fused_moe.cute_dsl.moe_utils").moe_unpermute
+    (T, K), routed = x.row_map.shape, torch.empty_like(x.shared)
+
+    def program() -> torch.Tensor:
+        unpermute(x.rows, routed, x.row_map, x.weights, T, K)
+        return torch.add(routed, x.shared, out=x.out)
+
+    return program
+
+
 _OPTIONAL = {
     "vllm": [
         Contender("vllm moe_sum + add", Numerics.PREWEIGHTED, _vllm_moe_sum, Numerics.PREWEIGHTED),
-        Contender("vllm moe_unpermute + add", Numerics.TRTLLM, _vllm_moe_unpermute, Numerics.TRTLLM),
+        Contender("vllm moe_unpermute + add", Numerics.TRTLLM, _vllm_moe_unpermute),
+    ],
+    "sgl_kernel": [
+        Contender("sgl moe_sum_reduce + add", Numerics.PREWEIGHTED, _sgl_moe_sum_reduce, Numerics.PREWEIGHTED),
+    ],
+    "sglang": [
+        Contender("sglang fuse_shared", Numerics.SINGLE_ROUNDING, _sglang_fuse_shared, Numerics.SINGLE_ROUNDING),
+    ],
+    "flashinfer": [
+        Contender("flashinfer moe_unpermute + add", Numerics.TRTLLM, _flashinfer_moe_unpermute),
     ],
 }

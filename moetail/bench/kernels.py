@@ -83,9 +83,8 @@ def run_shape(T: int, K: int, H: int, mode: str, device: torch.device, rounds: i
             f"mode must be one of {', '.join(MODES)} (producer on cuda only), got {mode!r} on {device.type}"
         )
     baselines, missing = contenders()
-    mine = [
-        ours(n) for n in (Numerics.TRTLLM, Numerics.PREWEIGHTED, Numerics.TRANSFORMERS) if _defined(n, T, K, H, device)
-    ]
+    wanted = dict.fromkeys([Numerics.TRTLLM, *(b.against for b in baselines)])
+    mine = [ours(numerics) for numerics in wanted if _defined(numerics, T, K, H, device)]
     baselines = [b for b in baselines if b.against in {m.numerics for m in mine}]
     one = KernelInputs.random(T, K, H, device)
     num_bytes = one.num_bytes(Numerics.TRTLLM)
