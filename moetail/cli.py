@@ -88,6 +88,7 @@ def forward(
 def kernels(
     shape: Annotated[list[str] | None, typer.Option(help="T,K,H; may be given more than once")] = None,
     mode: Annotated[str, typer.Option(help="chained, producer, or both: chained,producer")] = "chained",
+    l2: Annotated[str, typer.Option(help="the L2 cache: cold, warm, or both: cold,warm")] = "cold",
     rounds: Annotated[int, typer.Option(min=4)] = 20,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
     json: Annotated[Path | None, typer.Option(help="write the record here")] = None,
@@ -109,12 +110,12 @@ def kernels(
     rows = []
     try:
         shapes = [_shape(text) for text in shape] if shape else bench_kernels.DEFAULT
-        runs = [(*one, how) for how in mode.split(",") for one in shapes]
+        runs = [(one, how, state) for how in mode.split(",") for state in l2.split(",") for one in shapes]
         with _progress(errors) as progress:
             task = progress.add_task("kernels", total=len(runs))
-            for done, (T, K, H, how) in enumerate(runs):
-                progress.update(task, description=f"T={T} K={K} H={H} {how}", completed=done)
-                rows.append(bench_kernels.run_shape(T, K, H, how, target, rounds).row())
+            for done, (one, how, state) in enumerate(runs):
+                progress.update(task, description=f"T,K,H={one} {how} {state}", completed=done)
+                rows.append(bench_kernels.run_shape(*one, target, how, state, rounds).row())
     except ValueError as error:
         _fail(errors, str(error))
     except RuntimeError as error:

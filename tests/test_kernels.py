@@ -53,12 +53,21 @@ def test_no_speed_for_wrong_bits(monkeypatch):
         (["--shape", "4,2,x"], "shape must be T,K,H"),
         (["--shape", "4,2,8", "--mode", "producer"], "mode must be one of chained, producer"),
         (["--shape", "4,2,8", "--mode", "fast"], "mode must be one of"),
+        (["--shape", "4,2,8", "--l2", "tepid"], "l2 must be one of cold, warm"),
     ],
 )
 def test_bad_input(args, says):
     result = run("bench", "kernels", "--device", "cpu", *args)
     assert result.exit_code == cli.USAGE
     assert says in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "l2", "sets"),
+    [(10, "cold", 30), (10, "warm", 2), (1, "warm", 8), (25, "warm", 1), (26, "warm", 12), (1000, "cold", 2)],
+)
+def test_rotation(num_bytes, l2, sets):
+    assert kernels._num_sets(num_bytes, 100, l2) == sets
 
 
 def test_contenders_have_the_bits_they_claim():
@@ -75,7 +84,7 @@ def test_contenders_have_the_bits_they_claim():
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", kernels.MODES)
 def test_on_a_gpu(mode):
-    result = kernels.run_shape(64, 6, 1024, mode, torch.device("cuda"), rounds=4)
+    result = kernels.run_shape(64, 6, 1024, torch.device("cuda"), mode, rounds=4)
     row = result.row()
     assert 0.1 < row["tb_per_s"] < 4.9
     assert ("edges alone" in row["arms"]) == (mode == "producer")

@@ -1,12 +1,13 @@
 """The only place a clock is read.
 
 An arm is a program that can be run once and timed. Arms are interleaved one run at a time: a round is a palindrome
-(A B C C B A), so that a drift of the machine falls on all of them alike, and the order rotates from round to round.
+(A B C C B A), so that a drift of the machine falls on all of them alike, and its order is drawn anew each round, so
+that no arm always finds the caches as the same neighbour left them.
 """
 
 from __future__ import annotations
 
-import itertools
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,9 +81,9 @@ def interleave(
     """Every sample of each arm, and one paired value a round (the mean of its two runs), in microseconds."""
     samples: dict[str, list[float]] = {arm.name: [] for arm in arms}
     paired: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    orders = itertools.cycle(itertools.permutations(arms))
+    draw = random.Random(rounds)
     for _ in range(rounds):
-        order = next(orders)
+        order = draw.sample(arms, len(arms))
         for arm in (*order, *reversed(order)):
             samples[arm.name].append(arm.run())
         for arm in arms:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -26,10 +26,12 @@ _INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @dataclass(frozen=True)
 class FinalizeConfig:
-    """Columns of a program, and its warps. A config changes time, never bits."""
+    """Columns of a program, its warps, and whether it may be launched before its producer has finished (only where the
+    GPU has programmatic dependent launch). A config changes time, never bits."""
 
     block: int
     warps: int
+    pdl: bool = True
 
 
 # Programs of 512 columns at which the config changes, for 16-bit rows. H200, Triton 3.6, CUDA graph of chained calls
@@ -77,7 +79,7 @@ def tuning_key(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuni
 
 
 def _fitted(config: FinalizeConfig, H: int, element_size: int) -> FinalizeConfig:
-    return FinalizeConfig(min(config.block * 2 // element_size, triton.next_power_of_2(H)), config.warps)
+    return replace(config, block=min(config.block * 2 // element_size, triton.next_power_of_2(H)))
 
 
 def launch(
@@ -97,10 +99,9 @@ def launch(
     The first call of a kind compiles and loads every config that another T could ask for.
     """
     (T, K), (R, H) = row_map.shape, rows.shape
-    pdl = _has_pdl(rows.device)
     facts = _Facts(
         K, H, numerics.product, _groups(numerics.order), "none" if routed_scale == 1.0 else numerics.scale,
-        numerics.rounding == "two", numerics.zero == "positive", pdl,
+        numerics.rounding == "two", numerics.zero == "positive", _has_pdl(rows.device),
     )  # fmt: skip
     strides = (rows.stride(0), 0 if shared is None else shared.stride(0), out.stride(0))
     if config is None:
@@ -128,11 +129,12 @@ class _Facts:
     SCALE: str
     TWO_ROUNDINGS: bool
     POSITIVE_ZERO: bool
-    PDL: bool
+    PDL: bool  # whether the GPU has it
 
     def options(self, config: FinalizeConfig) -> dict[str, Any]:
+        pdl = self.PDL and config.pdl
         return vars(self) | {
-            "BLOCK": config.block, "num_warps": config.warps, "enable_fp_fusion": False, "launch_pdl": self.PDL,
+            "BLOCK": config.block, "PDL": pdl, "num_warps": config.warps, "enable_fp_fusion": False, "launch_pdl": pdl,
         }  # fmt: skip
 
 
