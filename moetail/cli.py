@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,12 +19,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="The tail of a Mixture-of-Experts layer, as one kernel, with the same bits.")  # fmt: skip
 bench = typer.Typer(no_args_is_help=True, help="Measure: a claim is a ratio with an interval, a control and its bits.")
 app.add_typer(bench, name="bench")
 
-OK, SLOWER, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, SLOWER, USAGE, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 @bench.command()
@@ -38,10 +42,8 @@ def forward(
 ) -> None:
     """A model's forward step before and after: milliseconds, bits, and whether the difference is real.
 
-    Exit code: 0; 1 where a case is slower or a bit differs; 2 for bad input.
+    Exit code: 0; 1 where a case is slower or a bit differs; 2 for bad input; 3 where the model itself failed.
     """
-    import torch
-
     errors = Console(stderr=True)
     try:
         from moetail.bench import forward as bench_forward
@@ -54,8 +56,9 @@ def forward(
     try:
         chosen = bench_forward.check_arms(tuple(arms.split(",")))
         cases = [parse_case(c) for c in case]
-        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        target = _device(device)
         source = text or _readme()
+        _check_writable(json)
         with _progress(errors) as progress:
             task = progress.add_task(f"loading {model}", total=None)
             loaded, tokens = bench_forward.load(model, source, cases, target)
@@ -65,6 +68,8 @@ def forward(
                 results.append(bench_forward.run_case(loaded, model, one, tokens, chosen, rounds, show))
     except (ValueError, OSError) as error:
         _fail(errors, str(error))
+    except RuntimeError as error:
+        _fail(errors, str(error), FAILED)
     except KeyboardInterrupt:
         interrupted = True
         errors.print("interrupted: what is below is not the whole run", style="bold red")
@@ -77,7 +82,7 @@ def forward(
     out = Console()
     out.print(tables.forward_table(rows, f"{model} on {where}; experts GEMM in both arms: torch grouped_mm"))
     for row in rows:
-        out.print(tables.forward_details(row), highlight=False, soft_wrap=True)
+        out.print(tables.forward_details(row), highlight=False, markup=False, soft_wrap=True)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(result.verdict.word == "slower" for result in results):
@@ -98,7 +103,6 @@ def kernels(
 
     Exit code: 0; 1 where our own bits fail (and then nothing is printed); 2 for bad input.
     """
-    import torch
 
     errors = Console(stderr=True)
     try:
@@ -106,9 +110,11 @@ def kernels(
         from moetail.bench import picture, record, tables
     except ModuleNotFoundError as error:
         _fail(errors, f"{error}; pip install 'moetail[bench,cpu]'")
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = []
     try:
+        target = _device(device)
+        _check_writable(json)
+        _check_writable(svg)
         shapes = [_shape(text) for text in shape] if shape else bench_kernels.DEFAULT
         runs = [(one, how, state) for how in mode.split(",") for state in l2.split(",") for one in shapes]
         with _progress(errors) as progress:
@@ -116,11 +122,10 @@ def kernels(
             for done, (one, how, state) in enumerate(runs):
                 progress.update(task, description=f"T,K,H={one} {how} {state}", completed=done)
                 rows.append(bench_kernels.run_shape(*one, target, how, state, rounds).row())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         _fail(errors, str(error))
     except RuntimeError as error:
-        errors.print(f"moetail: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(SLOWER) from None
+        _fail(errors, str(error), SLOWER)
     content = record.record("kernels", rows, complete=True)
     if json is not None:
         record.write(json, content)
@@ -247,9 +252,28 @@ def _numbers(name: str, text: str, form: str) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def _fail(errors: Console, sentence: str) -> NoReturn:
+def _device(text: str | None) -> torch.device:
+    import torch
+
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    if text.partition(":")[0] not in kinds:
+        raise ValueError(f"device must be {' or '.join(kinds)} here, got {text!r}")
+    return torch.device(text)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before anything is measured. Raises: OSError."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+
+
+def _fail(errors: Console, sentence: str, code: int = USAGE) -> NoReturn:
     errors.print(f"moetail: {sentence}", style="bold red", highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(USAGE)
+    raise typer.Exit(code)
 
 
 def _show(progress: Progress, task: TaskID, name: str, done: int, total: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -60,6 +60,8 @@ class Numerics:
     rounding: str = "two"
     zero: str = "keep"
     scale: str = "round_row"
+    # The five fields in one string: how an op's schema carries a Numerics. Made once; Dynamo reads it as a constant.
+    spec: str = field(init=False, repr=False, compare=False)
 
     TRTLLM: ClassVar[Numerics]
     PREWEIGHTED: ClassVar[Numerics]
@@ -68,6 +70,8 @@ class Numerics:
     SINGLE_ROUNDING: ClassVar[Numerics]
 
     def __post_init__(self) -> None:
+        fields = (self.product, self.order, self.rounding, self.zero, self.scale)
+        object.__setattr__(self, "spec", "/".join(fields))
         _one_of("product", self.product, _PRODUCTS)
         _one_of("rounding", self.rounding, ("two", "one"))
         _one_of("zero", self.zero, ("keep", "positive"))
@@ -83,16 +87,16 @@ class Numerics:
         """The preset's name, or the five fields where it is none."""
         return _NAMES.get(self, self.spec)
 
-    @functools.cached_property
-    def spec(self) -> str:
-        """The five fields in one string: how an op's schema carries a Numerics."""
-        return "/".join(astuple(self))
-
     @staticmethod
     @functools.cache
     def parse(spec: str) -> Numerics:
         """The Numerics of a spec string or a preset's name."""
-        return PRESETS[spec] if spec in PRESETS else Numerics(*spec.split("/"))
+        fields = spec.split("/")
+        if spec not in PRESETS and len(fields) != 5:
+            raise ValueError(
+                f"numerics must be one of {', '.join(PRESETS)} or product/order/rounding/zero/scale, got {spec!r}"
+            )
+        return PRESETS[spec] if spec in PRESETS else Numerics(*fields)
 
     @property
     def uses_weights(self) -> bool:

@@ -24,7 +24,7 @@ def test_grammar(text, case, tokens):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "=1", "a=", "a=x", "a=0", "a=0*1", "a=8@4", "a=1*",
+    ["", "=1", "a=", "a=x", "a=0", "a=0*1", "a=8@4", "a=8@7", "a=1*",
       "a=1@", "a=-1", "a=1,,2", "a=4c", "a=1@8c", "a=4:3", "a=4@8:2", "a=1 2"]
 )  # fmt: skip
 def test_bad_cases(text):

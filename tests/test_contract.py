@@ -20,6 +20,9 @@ def test_complete_is_the_tail(output):
     r = output.routed
     assert_same_bits(output.complete(), moetail.finalize(r.rows, r.row_map, r.weights, output.shared, routed_scale=2.5))
     assert r.num_tokens == 4
+    short = UnfinalizedMoEOutput(r.rows, r.row_map, r.weights, torch.tensor([5]))
+    want = moetail.finalize(r.rows, r.row_map, r.weights, None, num_valid_rows=torch.tensor([5]))
+    assert_same_bits(MoEOutput(short, None).complete(), want)
 
 
 def test_refuses_to_be_a_tensor(output):

@@ -51,6 +51,16 @@ def test_absent_slots_have_zero_gradients():  # B18, B21: not NaN, whatever thei
     assert (rows.grad[dead] == 0).all() and (rows.grad[~dead] != 0).all()
 
 
+def test_many_slots_on_one_row_accumulate_in_fp32():
+    rows = torch.ones(1, 4, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.full((64, 8), 2.0**-9)
+    weights[0, 0] = 1.0
+    moetail.finalize(
+        rows, torch.zeros(64, 8, dtype=torch.int32), weights, num_valid_rows=torch.tensor([99])
+    ).sum().backward()
+    assert torch.equal(rows.grad, torch.full((1, 4), 1 + 511 * 2.0**-9, dtype=torch.float32).to(torch.bfloat16))
+
+
 def test_no_tokens_keep_the_graph():  # B13
     rows = torch.randn(3, 8, requires_grad=True)
     weights = torch.rand(0, 2, requires_grad=True)

@@ -16,7 +16,7 @@ results = {}
 for K, H in ((6, 5120), (8, 7168), (10, 2048)):
     for config in sorted({ft._fitted(c, H, 2) for _, c in ft._CONFIGS}, key=str):
         facts = ft._Facts(K, H, "fma", 1, "none", True, False, True)
-        constants = dict(vars(facts), BLOCK=config.block)
+        constants = dict(vars(facts), BLOCK=config.block, COLUMNS_FIRST=config.columns_first)
         types = dict(rows="*bf16", row_map="*i32", weights="*fp32", shared="*bf16", out="*bf16", R="i32",
                      rows_stride="i32", map_stride_t="i32", map_stride_k="i32", weights_stride_t="i32",
                      weights_stride_k="i32", shared_stride="i32", gate_stride="i32", out_stride="i32", scale="fp32")

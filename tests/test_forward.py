@@ -80,8 +80,11 @@ def test_a_wrong_bit_is_found_and_fails(config, text, monkeypatch):
         (["--case", "long=1@129"], "KV length must be <= the model's 128 positions, got 129"),
         (["--arms", "stock,fused"], "arms must be two of stock, moetail"),
         (["--arms", "stock"], "arms must be two of"),
+        (["--device", "tpu"], "device must be cpu"),
+        (["--case", "[/]=100000000000"], "positions, got 100000000000"),
+        (["--json", "/proc/nowhere/r.json"], "/proc/nowhere"),
         (["--model", "nothing"], "model must be one of glm4-moe-mini"),
-        (["--text", "/nonexistent"], "No such file"),
+        (["--text", "/nonexistent", "--case", "short=16"], "No such file"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(config, text, args, says):
@@ -100,6 +103,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(config, text, args, says):
         ({"hidden_size": 32}, "known model_type"),
         ("{", "known model_type"),
         (TINY | {"vocab_size": 200}, "vocabulary of 256 or more"),
+        ("[]", "known model_type"),
+        (TINY | {"hidden_size": "x"}, "known model_type"),
     ],
 )  # fmt: skip
 def test_bad_configs(config, text, content, says):
@@ -147,8 +152,31 @@ def test_differing_bits():
     assert forward.differing_bits((a,), (b,)) == 0
     b.view(torch.int16)[1] ^= 5
     assert forward.differing_bits((a,), (b,)) == 2
+    assert forward.differing_bits((a,), (-a,)) == 2
     with pytest.raises(RuntimeError, match="not finite"):
         forward.differing_bits((a,), (b * float("nan"),))
+
+
+@pytest.mark.parametrize("arms", [("stock", "moetail"), ("moetail", "stock")])
+def test_each_arm_runs_its_own_experts_and_the_ratio_is_second_over_first(loaded, arms, monkeypatch):
+    """A clock that charges the moetail experts a quarter of the stock ones."""
+    model, tokens = loaded
+    price = {"grouped_mm": 4000.0, "moetail": 1000.0}
+
+    def priced_arm(name, program, prepare):
+        def run():
+            prepare()
+            program()
+            return price[model.config._experts_implementation]
+
+        return forward.timing.Arm(name, run)
+
+    monkeypatch.setattr(forward.timing, "cpu_arm", priced_arm)
+    monkeypatch.setattr(forward.tail, "measure", lambda *a, **k: {n: [1.0] * 4 for n in ("stock", "moetail", "masks")})
+    result = forward.run_case(model, "tiny", parse_case("prefill=16"), tokens, arms, 4)
+    assert result.median_us("stock") == 4000.0 and result.median_us("moetail") == 1000.0
+    assert result.ratio.value == (0.25 if arms[0] == "stock" else 4.0)
+    assert result.median_us("control") == price[forward.ARMS[arms[0]]] and result.aa.value == 1.0
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])

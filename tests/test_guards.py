@@ -39,6 +39,14 @@ def test_triton_hook_is_chained_and_restored():
         knobs.runtime.jit_post_compile_hook = None
 
 
+def test_the_hook_is_put_back_after_an_error():
+    from triton import knobs
+
+    with pytest.raises(KeyError), guards.no_jit():
+        raise KeyError
+    assert knobs.runtime.jit_post_compile_hook is None
+
+
 def test_unknown_mode():
     with pytest.raises(ValueError, match="^mode must"), guards.no_jit("off"):
         pass

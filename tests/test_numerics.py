@@ -53,6 +53,7 @@ def test_slot_groups(order, K, groups):
         (59, 6, 5120, "split(2)"), (60, 6, 5120, "sequential"),  # 20 blocks of columns: 59 * 20 < 1184 <= 60 * 20
         (42, 8, 7168, "split(2)"), (43, 8, 7168, "sequential"), (1, 4, 5120, "sequential"), (1, 9, 5120, "split(4)"),
         (1, 17, 5120, "split(8)"), (1, 33, 5120, "split(16)"), (1, 64, 5120, "split(16)"), (1, 8, 5124, "sequential"),
+        (37, 6, 8192, "sequential"),  # exactly 1184
     ],
 )  # fmt: skip
 def test_flashinfer_is_a_function_of_t_k_h(T, K, H, order):

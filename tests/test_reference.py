@@ -24,6 +24,10 @@ def test_fma_is_rounded_once():
     a, b, c = (torch.tensor([x], dtype=torch.float32) for x in (205.0, 5237765 * 2.0**-54, 1.0))
     assert (a.double() * b.double() + c.double()).float().item() == 1.0  # the trap: two roundings
     assert reference.fma(a, b, c).item() == np.float32(1.0000001)
+    assert reference.fma(-a, b, -c).item() == -np.float32(1.0000001)
+    below = torch.tensor([5237765 * 2.0**-54 * (1 - 2.0**-23)], dtype=torch.float32)  # the product just below the tie
+    for sign in (1.0, -1.0):
+        assert reference.fma(sign * a, below, sign * c).item() == exact_fma(sign * 205.0, below.item(), sign)
 
 
 def test_fma_against_rationals():

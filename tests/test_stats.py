@@ -44,6 +44,10 @@ CLEAN = Interval(1.0, 0.997, 1.003)
         (Interval(1.0, 0.95, 1.05), CLEAN, 0, "void"),  # too wide to tell
         (Interval(0.8, 0.79, 0.81), Interval(1.05, 1.04, 1.06), 0, "void"),  # the control is not 1
         (Interval(0.8, 0.79, 0.81), Interval(0.96, 0.95, 0.97), 0, "void"),
+        (Interval(0.998, 0.9975, 0.999), CLEAN, 0, "same"),  # below 1, within the control
+        (Interval(1.003, 1.002, 1.0035), Interval(1.005, 1.004, 1.006), 0, "void"),
+        (Interval(1.015, 1.002, 1.03), CLEAN, 0, "void"),
+        (Interval(1.5, 1.2, 1.9), Interval(1.0, 0.5, 2.0), 0, "void"),  # a control that calls anything the same
         (Interval(0.8, 0.79, 0.81), Interval(1.0011, 1.001, 1.0012), 0, "faster"),  # off 1 by less than we resolve
     ],
 )

@@ -32,9 +32,10 @@ CONFIGS = {
                             "shared_expert_intermediate_size": 48},
     "ernie4_5_moe": _COMMON | {"moe_intermediate_size": 32, "moe_num_experts": 16, "moe_k": 6,
                                "moe_num_shared_experts": 2},
+    "gpt_oss": _COMMON | {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16},  # with biases
     "mixtral": _COMMON | {"num_local_experts": 8, "num_experts_per_tok": 3},
 }  # fmt: skip
-ONE_KERNEL = [name for name in CONFIGS if name != "mixtral"]
+ONE_KERNEL = [name for name in CONFIGS if name not in ("mixtral", "gpt_oss")]
 
 
 def tiny(name, device="cpu", dtype=torch.bfloat16):
@@ -132,6 +133,46 @@ def test_training_keeps_the_stock_path(count_finalizes):
     model(tokens(model), labels=tokens(model)).loss.backward()
     assert count_finalizes == []
     assert all(p.grad is not None for n, p in model.named_parameters() if "experts.down_proj" in n)
+
+
+@pytest.mark.parametrize("trainable", ["experts.gate_up_proj", "self_attn.q_proj.weight", None])
+def test_a_step_that_trains_anything_keeps_the_stock_path(trainable, count_finalizes):
+    model = moetail.transformers.enable(tiny("glm4_moe"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable is not None and name.endswith(f"layers.2.mlp.{trainable}"))
+    out = model(tokens(model)).logits
+    # Without gradients ours runs; a parameter of layer 2's experts makes that layer stock, layer 1 needs nothing.
+    if trainable == "experts.gate_up_proj":
+        out.sum().backward()
+        assert len(count_finalizes) == 1
+    else:
+        assert len(count_finalizes) == 2
+
+
+def test_experts_of_another_dtype_keep_the_stock_path(count_finalizes):
+    model = tiny("glm4_moe")
+    model.model.layers[1].mlp.experts.float()
+    moetail.transformers.enable(model)
+    plans = moetail.transformers.explain(model)
+    assert [plan.reason for plan in plans] == [Reason.MIXED_DTYPES, None]
+
+
+def test_blocks_that_change_the_routed_sum_first(count_finalizes):
+    model = tiny("glm4_moe")
+    model.config.enable_moe_fp32_combine = True  # what hy_v3 is by default
+    assert {plan.reason for plan in moetail.transformers.explain(model)} == {Reason.TRANSFORMED}
+
+
+def test_a_global_forward_hook_gets_tensors():
+    model = moetail.transformers.enable(tiny("glm4_moe"))
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(out)))
+    try:
+        with torch.no_grad():
+            model(tokens(model))
+    finally:
+        handle.remove()
+    assert integration.DeferredRoutedSum not in seen
 
 
 def test_autocast_keeps_the_stock_path(count_finalizes):

@@ -76,7 +76,9 @@ def test_the_heuristic_answers_everywhere():
 
 @pytest.mark.parametrize("block", [64, 128, 1024])
 def test_a_config_changes_no_bit_in_the_interpreter(block):
-    check_configs("cpu", [(block, 1), (block, 4)], (3, 6, 200))
+    from moetail.ops.finalize_triton import FinalizeConfig
+
+    check_configs("cpu", [FinalizeConfig(block, 1), FinalizeConfig(block, 4, columns_first=True)], (3, 6, 200))
 
 
 @pytest.mark.gpu
@@ -84,7 +86,7 @@ def test_a_config_changes_no_bit_in_the_interpreter(block):
 def test_a_config_changes_no_bit(shape):  # S7
     from moetail.bench import tune
 
-    check_configs("cuda", [(c.block, c.warps) for c in tune.CANDIDATES], shape)
+    check_configs("cuda", tune.CANDIDATES, shape)
 
 
 def check_configs(device, configs, shape):
@@ -94,9 +96,8 @@ def check_configs(device, configs, shape):
     for numerics in (Numerics.TRTLLM, Numerics.TRANSFORMERS, Numerics.FLASHINFER):
         n = numerics.resolve(*shape, "cuda", torch.bfloat16, torch.float32)
         want = reference.finalize(x.rows, x.row_map, x.weights, x.shared, numerics=n)
-        for block, warps in configs:
+        for config in configs:
             out = torch.full_like(x.shared, float("nan"))
-            config = finalize_triton.FinalizeConfig(block, warps)
             finalize_triton.launch(x.rows, x.row_map, x.weights, x.shared, None, None, 1.0, n, out, config)
             assert_same_bits(out, want)
 

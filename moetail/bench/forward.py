@@ -60,7 +60,8 @@ class Result:
     @property
     def arrives(self) -> float:
         """The share of the ceiling that the step gained."""
-        return self.median_us(self.arms[0]) * (1 - self.ratio.value) / self.ceiling_us
+        gained = self.median_us("stock") - self.median_us("moetail")
+        return gained / self.ceiling_us
 
     def row(self) -> dict[str, Any]:
         """This case in a record."""
@@ -171,4 +172,6 @@ def load(name: str, text: Path, cases: list[Case], device: torch.device) -> tupl
     for case in cases:
         step.check_runnable(case)
     model = models.load(name, device)
+    for case in cases:
+        step.check_fits(case, model)
     return model, models.input_tokens(model, name, text, max(step.num_input_tokens(case) for case in cases))

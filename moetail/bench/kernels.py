@@ -1,8 +1,8 @@
 """`moetail bench kernels`: one op alone, against the kernels people use today, in one process and interleaved.
 
 Bits first: a contender of ours whose bits fail stops the run, and no time is printed. Inputs rotate: over
-three times the L2 cache (cold), or within a fourth of it (warm). The copy that the bandwidth is compared with moves as many
-bytes as the op, in the same run.
+three times the L2 cache (cold), or within a fourth of it (warm). The copy that the bandwidth is compared with moves as
+many bytes as the op, in the same run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 16384)
 DEFAULT = tuple((T, K, H) for K, H in SHAPES for T in TOKENS)
 MODES = ("chained", "producer")
 L2 = ("cold", "warm")
+_MAX_SETS = 2048
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _num_sets(num_bytes: int, l2_bytes: int, l2: str) -> int:
     """How many sets of inputs rotate: three L2 caches full, or at most a fourth of one."""
     if l2 == "warm" and num_bytes <= l2_bytes // 4:
         return min(8, l2_bytes // 4 // num_bytes)
-    return max(2, -(-3 * l2_bytes // num_bytes))
+    return min(_MAX_SETS, max(2, -(-3 * l2_bytes // num_bytes)))
 
 
 def _defined(numerics: Numerics, T: int, K: int, H: int, device: torch.device) -> bool:

@@ -10,6 +10,7 @@ RESAMPLES = 4000
 # A/A may be off 1 by this much and still be called clean: two captures of one program differ by their addresses.
 AA_RESOLUTION = 0.002
 NEVER_SLOWER_MARGIN = 0.005
+SAME_WIDTH = 0.04
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def judge(ratio: Interval, aa: Interval, differing_bits: int) -> Verdict:
 
     void    the control is not 1 within its interval (and AA_RESOLUTION), or the interval is too wide to tell
     faster  the whole interval lies below the control's
-    same    never slower: the interval's upper end is at most the control's + NEVER_SLOWER_MARGIN
+    same    never slower: the interval's upper end is at most the control's + NEVER_SLOWER_MARGIN, and the control is
+            no wider than SAME_WIDTH, or it would call anything the same
     slower  the whole interval lies above the control's, or a bit differs
     """
     if differing_bits:
@@ -56,7 +58,7 @@ def judge(ratio: Interval, aa: Interval, differing_bits: int) -> Verdict:
         return Verdict("void", f"the control is {aa} and not 1: the machine was not quiet")
     if ratio.high < min(aa.low, 1.0):
         return Verdict("faster", f"{ratio} lies below the control {aa}")
-    if ratio.high <= aa.high + NEVER_SLOWER_MARGIN:
+    if ratio.high <= aa.high + NEVER_SLOWER_MARGIN and aa.high - aa.low <= SAME_WIDTH:
         return Verdict("same", f"{ratio} is within the control {aa} + {NEVER_SLOWER_MARGIN:.1%}")
     if ratio.low > aa.high:
         return Verdict("slower", f"{ratio} lies above the control {aa}")

@@ -52,6 +52,14 @@ def check_runnable(case: Case) -> None:
         raise ValueError(f"case {case.name}: this version does not run draft tokens (:D): drop them")
 
 
+def check_fits(case: Case, model: Any) -> None:
+    """Raises: ValueError where the case is longer than the model's positions."""
+    limit = model.config.get_text_config().max_position_embeddings
+    longest = max(request.kv_len for request in case.requests)
+    if longest > limit:
+        raise ValueError(f"case {case.name}: KV length must be <= the model's {limit} positions, got {longest}")
+
+
 def num_input_tokens(case: Case) -> int:
     """How many tokens `build` needs."""
     return case.requests[0].count * case.requests[0].kv_len
@@ -60,12 +68,9 @@ def num_input_tokens(case: Case) -> int:
 def build(model: Any, case: Case, tokens: torch.Tensor) -> Step:
     """`tokens`: at least `num_input_tokens(case)` of them. Fills the KV context with the experts now in use.
 
-    Raises: ValueError where the case needs a longer context than the model has, or a cache it does not support.
+    Raises: ValueError where the case needs a cache that the model does not have.
     """
     request = case.requests[0]
-    limit = model.config.get_text_config().max_position_embeddings
-    if request.kv_len > limit:
-        raise ValueError(f"case {case.name}: KV length must be <= the model's {limit} positions, got {request.kv_len}")
     tokens = tokens[: num_input_tokens(case)].view(request.count, request.kv_len)
     query = tokens[:, request.prefix_len :].contiguous()
     if request.prefix_len == 0:

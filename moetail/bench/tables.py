@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 _MARKED = re.compile(r"(<!-- table: (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -14,12 +15,13 @@ _MARKED = re.compile(r"(<!-- table: (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", 
 
 def forward_table(rows: list[dict[str, Any]], title: str) -> Table:
     """One line a case."""
+    a, b = _arms(rows[0]) if rows else ("stock", "moetail")
     table = Table(title=title, title_justify="left")
-    for column in ("case", "T", "stock ms", "moetail ms", "ratio [95 %]", "bits", "verdict"):
+    for column in ("case", "T", f"{a} ms", f"{b} ms", "ratio [95 %]", "bits", "verdict"):
         table.add_column(column, justify="left" if column in ("case", "verdict") else "right")
     for row in rows:
         times = (f"{row['arms'][arm]['median_us'] / 1e3:.3f}" for arm in _arms(row))
-        table.add_row(row["case"], str(row["T"]), *times, _interval(row["ratio"]), _bits(row), row["verdict"])
+        table.add_row(escape(row["case"]), str(row["T"]), *times, _interval(row["ratio"]), _bits(row), row["verdict"])
     return table
 
 
@@ -87,7 +89,7 @@ def markdown_table(records: list[dict[str, Any]]) -> str:
         machine = content["machine"]
         where = machine["gpu"] or f"{machine['threads']} CPU cores"
         for row in content["rows"]:
-            a, b = (row["arms"][arm]["median_us"] / 1e3 for arm in _arms(row))
+            a, b = (row["arms"][arm]["median_us"] / 1e3 for arm in ("stock", "moetail"))
             lines.append(
                 f"| {row['model']} | {where} | {row['case']} | {row['T']} | {a:.3f} | {b:.3f} "
                 f"| {_interval(row['ratio'])} | {row['differing_bits']} | {row['verdict']} |"

@@ -24,7 +24,8 @@ from moetail.testing import assert_same_bits
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LAST_T = 32768
 CANDIDATES = tuple(
-    FinalizeConfig(block, warps)
+    FinalizeConfig(block, warps, columns_first)
+    for columns_first in (False, True)
     for block in (128, 256, 512, 1024, 2048, 4096)
     for warps in (1, 2, 4, 8)
     if 2 <= block // (32 * warps) <= 32
@@ -71,7 +72,8 @@ def best_config(T: int, K: int, H: int, device: torch.device, rounds: int = 8) -
     ratio = stats.paired_ratio(paired[str(guess)], paired[str(best)])
     if best == guess or ratio.high >= 1:
         return guess, "the heuristic"
-    return best, f"{best.block}x{best.warps}, {ratio} of the heuristic"
+    order = " columns first" if best.columns_first else ""
+    return best, f"{best.block}x{best.warps}{order}, {ratio} of the heuristic"
 
 
 def _run(x: KernelInputs, config: FinalizeConfig) -> None:

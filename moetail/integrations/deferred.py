@@ -53,15 +53,14 @@ class DeferredRoutedSum:
             self._tensor = self.routed.finalize(None, self.tail).view(self.shape)
         return self._tensor
 
-    def view(self, *shape: Any) -> Any:
-        if len(shape) == 1 and isinstance(shape[0], torch.dtype):
-            return self.tensor().view(shape[0])
-        wanted = _resolve(shape, self.shape)
-        if self._tensor is not None or wanted[-1] != self.shape[-1]:
-            return self.tensor().view(wanted)
+    def view(self, *shape: Any, **kwargs: Any) -> Any:
+        wanted = () if kwargs else _resolve(shape, self.shape)
+        if self._tensor is not None or not wanted or wanted[-1] != self.shape[-1]:
+            return self.tensor().view(*shape, **kwargs)
         return DeferredRoutedSum(self.routed, self.tail, wanted)
 
-    reshape = view
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        return self.view(*shape) if not kwargs else self.tensor().reshape(*shape, **kwargs)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
         return (
@@ -127,19 +126,23 @@ def _delegate(name: str) -> Any:
 
 # Python looks operators up on the class, never through __getattr__.
 for _name in (
-    "sub", "rsub", "truediv", "rtruediv", "floordiv", "mod", "pow", "rpow", "matmul", "rmatmul", "neg", "abs", "pos",
-    "getitem", "setitem", "len", "iter", "bool", "float", "int", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor",
-    "invert", "array",
+    "sub", "rsub", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "matmul", "rmatmul",
+    "neg", "abs", "pos", "getitem", "setitem", "len", "iter", "bool", "float", "int",
+    "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "invert", "array",
 ):  # fmt: skip
     setattr(DeferredRoutedSum, f"__{_name}__", _delegate(f"__{_name}__"))
 
 
 def _resolve(shape: tuple[Any, ...], current: torch.Size) -> tuple[int, ...]:
+    """The sizes that a view asks for, or () for what only a tensor can answer (a dtype, a shape that does not fit)."""
     wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
-    if -1 not in wanted:
-        return wanted
-    known = math.prod(s for s in wanted if s != -1)
-    return tuple(math.prod(current) // known if s == -1 else s for s in wanted)
+    if any(isinstance(size, torch.dtype) for size in wanted):
+        return ()
+    count = math.prod(current)
+    if wanted.count(-1) == 1:
+        known = math.prod(size for size in wanted if size != -1)
+        wanted = tuple(count // known if size == -1 and known else size for size in wanted)
+    return wanted if wanted.count(-1) == 0 and math.prod(wanted) == count else ()
 
 
 def _is_same(target: Any, value: DeferredRoutedSum) -> bool:

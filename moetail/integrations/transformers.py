@@ -57,10 +57,11 @@ class Reason(enum.Enum):
     QUANTIZED = "its expert weights are not bf16, fp16 or fp32"
     DEVICE = "grouped_mm needs a CPU or a GPU of compute capability 8.0 or newer"
     NO_BITS = "torch.sum's order is not defined by us at this top-k and hidden size on this device"
-    GRADIENTS = "gradients are enabled: training keeps the stock path (use torch.no_grad() for inference)"
+    GRADIENTS = "training keeps the stock path: use model.eval() and torch.no_grad() for inference"
     AUTOCAST = "autocast is on, which changes how torch.sum rounds"
     MIXED_DTYPES = "hidden states and expert weights differ in dtype"
     NO_SHARED_EXPERTS = "the model has no shared experts to add"
+    TRANSFORMED = "the block changes the routed sum before it adds the shared experts"
     WRAPPED = "a hook or a wrapped forward (tensor parallel, offloading) reads the experts' output"
 
 
@@ -111,7 +112,7 @@ def explain(model: PreTrainedModel) -> list[BlockPlan]:
     plans = []
     for name, module in model.named_modules():
         if hasattr(module, "_apply_gate") and hasattr(module, "has_gate"):
-            plans.append(_plan(name, module, model.training))
+            plans.append(_plan(name, module, model))
         elif name.rpartition(".")[2] == "experts" and sum(1 for _ in module.parameters()) > 0:
             plans.append(BlockPlan(name, type(module).__name__, "stock", Reason.NOT_REGISTERED))
     if not plans:
@@ -124,11 +125,12 @@ def experts_forward(
 ) -> torch.Tensor | DeferredRoutedSum:
     """The experts function: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H] or its promise."""
     weight = self.down_proj
-    wants_grad = torch.is_grad_enabled() and (
-        hidden_states.requires_grad or top_k_weights.requires_grad or weight.requires_grad
+    wants_grad = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (hidden_states, top_k_weights, *self.parameters())
     )
     if (
-        wants_grad
+        self.training  # a checkpointed forward of a training step runs without gradients
+        or wants_grad
         or torch.is_autocast_enabled(hidden_states.device.type)
         or hidden_states.dtype != weight.dtype
         or _static_reason(weight.dtype, weight.device, top_k_index.shape[-1], hidden_states.shape[-1]) is not None
@@ -171,13 +173,19 @@ def _linear(self: Any, name: str, x: torch.Tensor, offsets: torch.Tensor, bias_o
     return _grouped_linear(x, getattr(self, name), offsets, bias=bias, is_transposed=self.is_transposed)
 
 
-def _plan(name: str, experts: Any, training: bool) -> BlockPlan:
-    K, H = _top_k(experts.config), experts.config.get_text_config().hidden_size
-    stock = _static_reason(experts.down_proj.dtype, experts.down_proj.device, K, H)
-    if stock is None and training:
+def _plan(name: str, experts: Any, model: PreTrainedModel) -> BlockPlan:
+    weight = experts.down_proj
+    H = weight.shape[-1] if experts.is_transposed else weight.shape[-2]
+    device = weight.device
+    if device.type == "meta":  # offloaded by accelerate: where its hook will put it
+        device = torch.device(getattr(getattr(experts, "_hf_hook", None), "execution_device", device))
+    stock = _static_reason(weight.dtype, device, _top_k(experts.config), H)
+    if stock is None and experts.training:
         stock = Reason.GRADIENTS
-    if stock is None and torch.is_autocast_enabled(experts.down_proj.device.type):
+    if stock is None and torch.is_autocast_enabled(device.type):
         stock = Reason.AUTOCAST
+    if stock is None and model.get_input_embeddings().weight.dtype != weight.dtype:
+        stock = Reason.MIXED_DTYPES
     if stock is not None:
         return BlockPlan(name, type(experts).__name__, "stock", stock)
     partly = _finalize_only_reason(experts)
@@ -200,9 +208,13 @@ def _static_reason(dtype: torch.dtype, device: torch.device, K: int, H: int) -> 
 
 
 def _finalize_only_reason(experts: Any) -> Reason | None:
-    if "forward" in vars(experts) or experts._forward_hooks:
+    if "forward" in vars(experts) or experts._forward_hooks or torch.nn.modules.module._global_forward_hooks:
         return Reason.WRAPPED
-    return None if has_shared_experts(experts.config) else Reason.NO_SHARED_EXPERTS
+    config = experts.config
+    # hy_v3 adds in fp32; nemotron_h projects the routed sum back from a latent size.
+    if getattr(config, "enable_moe_fp32_combine", False) or getattr(config, "moe_latent_size", None):
+        return Reason.TRANSFORMED
+    return None if has_shared_experts(config) else Reason.NO_SHARED_EXPERTS
 
 
 def has_shared_experts(config: Any) -> bool:

@@ -42,7 +42,8 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
-    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
+    fields = (line.split(maxsplit=5) for line in maps.read_text().splitlines())
+    loaded = {line[5] for line in fields if len(line) == 6}  # a path may hold spaces
     runtimes = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
     for path in sorted(runtimes, key=lambda path: "torch" not in path):
         function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)

@@ -24,6 +24,7 @@ from moetail.ops import finalize_backward
 MAX_K = 64
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTS = (torch.int32, torch.int64)
+_LARGEST_F32 = torch.finfo(torch.float32).max
 
 
 def finalize(
@@ -41,7 +42,7 @@ def finalize(
     """Weight, un-permute and reduce expert rows, and add the shared experts' output: [T, H] in the rows' dtype.
 
     Shape:
-        rows            [R, H]  bf16 | fp16 | fp32; inner stride 1, row stride >= H (padded GEMM outputs); R*H may
+        rows            [R, H]  bf16 | fp16 | fp32; inner stride 1, any row stride (padded GEMM outputs); R*H may
                                 exceed 2**31
         row_map         [T, K]  int32 | int64, any strides, 1 <= K <= 64; the row of each slot. A slot is absent when
                                 its value is negative, >= R or >= num_valid_rows, and then adds nothing, whatever the
@@ -50,7 +51,8 @@ def finalize(
         shared          [T, H]  the rows' dtype; inner stride 1
         shared_gate     [T, 1]  bf16 | fp16 | fp32 logits; shared is multiplied by their sigmoid
         num_valid_rows  [1]     int32 | int64, on the device (never read by the host)
-        out             [T, H]  the rows' dtype; inner stride 1. May be `shared` itself, must not overlap `rows`
+        out             [T, H]  the rows' dtype; inner stride 1, row stride >= H. May be `shared` itself; must not
+                                overlap any other argument
 
     `routed_scale` multiplies the routed sum, never `shared`. T == 0 returns an empty result and launches nothing.
     Differentiable in rows, weights, shared and shared_gate, unless `out` is given.
@@ -58,6 +60,16 @@ def finalize(
     Raises: ValueError naming the argument, what it was and what it must be, before anything is launched or written.
     Not checked: the values of row_map beyond absence (that would need a host sync).
     """
+    if not isinstance(numerics, Numerics):
+        raise ValueError(f"numerics must be a moetail.Numerics, got {numerics!r}")
+    if not isinstance(routed_scale, (int, float)) or not abs(routed_scale) <= _LARGEST_F32:
+        raise ValueError(f"routed_scale must be a number that fp32 holds, got {routed_scale!r}")
+    for name, value, needed in (
+        ("rows", rows, True), ("row_map", row_map, True), ("weights", weights, False), ("shared", shared, False),
+        ("shared_gate", shared_gate, False), ("num_valid_rows", num_valid_rows, False), ("out", out, False),
+    ):  # fmt: skip
+        if not isinstance(value, torch.Tensor) and (needed or value is not None):
+            raise ValueError(f"{name} must be a tensor{'' if needed else ' or None'}, got {type(value).__name__}")
     if out is None:
         return _op(
             rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec
@@ -76,11 +88,35 @@ def _new_out(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(row_map.shape[0], rows.shape[1])
 
 
-def _check_no_overlap(out: torch.Tensor, rows: torch.Tensor) -> None:
-    first, last = ([t.data_ptr(), t.data_ptr() + t.element_size() * (t.stride(0) * (t.shape[0] - 1) + t.shape[1])]
-                   for t in (out, rows))  # fmt: skip
-    if first[0] < last[1] and last[0] < first[1]:
-        raise ValueError("out must not overlap rows, got a view of their memory")
+def _inputs(*tensors: torch.Tensor | None) -> tuple[tuple[str, torch.Tensor | None], ...]:
+    return tuple(zip(("rows", "row_map", "weights", "shared_gate", "num_valid_rows"), tensors, strict=True))
+
+
+def _check_no_overlap(
+    out: torch.Tensor, shared: torch.Tensor | None, others: tuple[tuple[str, torch.Tensor | None], ...]
+) -> None:
+    """`out` may be `shared`, element for element; nothing else that is read may share memory with it."""
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ValueError(f"out must have a row stride of at least {out.shape[1]}, got {out.stride(0)}")
+    in_place = shared is not None and (out.data_ptr(), out.stride()) == (shared.data_ptr(), shared.stride())
+    for name, tensor in (*others, ("shared", None if in_place else shared)):
+        if tensor is not None and _overlap(out, tensor):
+            raise ValueError(f"out must not overlap {name}, got a view of its memory")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of inner stride 1 share memory. Row windows of one buffer may lie side by side."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    first, last = ((t.data_ptr(), t.data_ptr() + t.element_size() * (1 + sum(
+        (n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))) for t in (a, b))  # fmt: skip
+    if first[0] >= last[1] or last[0] >= first[1]:
+        return False
+    pitch = a.stride(0) * a.element_size()
+    if b.dim() != 2 or pitch == 0 or b.stride(0) * b.element_size() != pitch:
+        return True
+    offset = (last[0] - first[0]) % pitch
+    return offset < a.shape[1] * a.element_size() or offset + b.shape[1] * b.element_size() > pitch
 
 
 def _cpu_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
@@ -88,7 +124,7 @@ def _cpu_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed
     concrete = _concrete(numerics, rows, row_map, weights)
     if out.shape[0] == 0:
         return
-    _check_no_overlap(out, rows)
+    _check_no_overlap(out, shared, _inputs(rows, row_map, weights, shared_gate, num_valid_rows))
     kernel = _cpu_kernel()
     if kernel is not None:
         kernel.launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
@@ -104,7 +140,7 @@ def _cuda_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, route
     _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
     concrete = _concrete(numerics, rows, row_map, weights)
     if out.shape[0] > 0:
-        _check_no_overlap(out, rows)
+        _check_no_overlap(out, shared, _inputs(rows, row_map, weights, shared_gate, num_valid_rows))
         _cuda_kernel().launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
 
 
@@ -158,7 +194,7 @@ def _cuda_kernel() -> types.ModuleType:
 
 
 def _concrete(spec: str, rows: torch.Tensor, row_map: torch.Tensor, weights: torch.Tensor | None) -> Numerics:
-    T = row_map.shape[0] if "flashinfer" in spec else 0
+    T = row_map.shape[0] if Numerics.parse(spec).order == "flashinfer" else 0
     dtype = None if weights is None else weights.dtype
     return _resolve(spec, T, row_map.shape[1], rows.shape[1], rows.device.type, rows.dtype, dtype)
 

@@ -4,7 +4,8 @@
     d_gate   = <shared, dy> * s * (1 - s)            d_weights[t,k]        = <rows[row_map[t,k]], scale * dy[t]>
 
 Products and sums are fp32 and rounded once; the forward's own roundings have derivative one. Gradients of absent slots
-are exactly zero, whatever their memory holds, and the order of accumulation is fixed (index_put, never atomics).
+are exactly zero, whatever their memory holds. The bits repeat where no row is named twice in one slot column, which is
+so for every routing; where one is, torch's accumulating index_put decides the order (on a CPU it may vary).
 """
 
 from __future__ import annotations

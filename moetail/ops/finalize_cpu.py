@@ -8,6 +8,7 @@ The threads are torch's (`cpu_threads.py`), which take tokens from a shared coun
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import numba
@@ -47,7 +48,7 @@ def launch(
     gate = None if shared_gate is None else torch.sigmoid(shared_gate.float()).contiguous()
     if gate is not None and numerics.rounding == "two":
         gate = gate.to(rows.dtype).float()
-    kernel = _kernel(
+    kernel = _compiled(
         rows.dtype,
         _PRODUCTS.index(numerics.product),
         0 if shared is None else 1 if gate is None else 2,
@@ -166,14 +167,31 @@ def _multiply_add(typingctx, product, acc, bits, w):  # noqa: ANN001, ANN202
 
 
 @functools.cache
-def _kernel(DTYPE: torch.dtype, PRODUCT: int, SHARED: int, SCALE: int, TWO_ROUNDINGS: bool, POSITIVE_ZERO: bool) -> Any:
+def _compiled(*facts: Any) -> Any:
+    try:
+        return _kernel(*facts, cache=True)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        warnings.warn(
+            f"moetail: numba cannot keep compiled kernels on disk ({error}), so each process compiles them anew: "
+            f"set NUMBA_CACHE_DIR to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return _kernel(*facts, cache=False)
+
+
+def _kernel(
+    DTYPE: torch.dtype, PRODUCT: int, SHARED: int, SCALE: int, TWO_ROUNDINGS: bool, POSITIVE_ZERO: bool, *, cache: bool
+) -> Any:
     """The kernel for one set of compile-time facts: a C function of one pointer, kept on disk by numba.
 
     PRODUCT: index into _PRODUCTS. SHARED: 0 none, 1 plain, 2 gated. SCALE: 0 none, 1 f32, 2 round_row.
     """
     tag = _TAGS[DTYPE]
 
-    @numba.cfunc(types.void(types.CPointer(types.int64)), cache=True)
+    @numba.cfunc(types.void(types.CPointer(types.int64)), cache=cache)
     def finalize_cpu(call):  # noqa: ANN001, ANN202
         (
             _, T, turn, rows_at, rows_stride, map_at, weights_at, shared_at, shared_stride, gate_at, out_at, out_stride,

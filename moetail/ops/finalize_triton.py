@@ -7,6 +7,7 @@ before the one *before* its producer has finished (map, weights and shared inclu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -26,26 +27,29 @@ _INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @dataclass(frozen=True)
 class FinalizeConfig:
-    """Columns of a program, its warps, and whether it may be launched before its producer has finished (only where the
-    GPU has programmatic dependent launch). A config changes time, never bits."""
+    """Columns of a program, its warps, and whether neighbouring programs take neighbouring columns of one token (or the
+    same columns of neighbouring tokens). A config changes time, never bits."""
 
     block: int
     warps: int
-    pdl: bool = True
+    columns_first: bool = False
 
 
-# Programs of 512 columns at which the config changes, for 16-bit rows. H200, Triton 3.6, CUDA graph of chained calls
-# over rotated buffers, H 5120 K 6 | H 7168 K 8 | H 2048 K 10, us (2026-11-30; records under results/):
-#   T 1      512x4 0.93 | 1.14 | 1.17    1024x4 1.31 | 1.50 | 1.66     more warps a column hide the chain of two loads
-#   T 16     256x1 1.23 | 1.40 | 1.29     512x4 1.25 | 1.83 | 1.29     one small wave
-#   T 256    512x4 6.53 | 10.4 | 4.83     256x1 8.66 | 11.4 | 5.35
-#   T 16384 2048x8  317 |  548 |  194     256x1  402 |  564 |  197     fewer, longer programs
-# Several tokens a program never won by more than noise (T 512, H 2048: 7.41 us against 6.64 for one).
+# Programs of 512 columns at which the config changes, for 16-bit rows. H200, Triton 3.6, what the op adds between a
+# producer and a consumer, CUDA graph, H 5120 K 6 | H 7168 K 8 | H 2048 K 10, us (2026-11-30, bench/edges.py):
+#   T 1      256x4 0.83 | 0.99 | 1.17     512x4 0.83 | 1.16 | 1.18    1024x4 1.34 | 1.53 | 1.70   (two dependent loads)
+#   T 16     256x1 1.17 | 1.35 | 1.21     512x4 1.12 | 1.40 | 1.23    1024x4 1.47 | 1.74 | 1.83
+#   T 256   1024x8 3.92 | 8.18 | 2.62     512x4 4.06 | 8.26 | 2.81     256x1 6.44 | 9.20 | 2.79
+#   T 8192  1024x4 columns first 159.0 | 274.7 | 97.6, tokens first 163.4 | 278.9 | 97.3; at T 1 columns first loses:
+#           512x4 1.14 against 0.83
+# Several tokens a program never won by more than noise (T 512, H 2048: 7.41 us against 6.64 for one), nor did eviction
+# hints or .cg loads beyond one size (evict_first: 9 % faster at T 16 cold, 5 % slower at T 1, 3 % at T 16384).
+# A launch that waits for its producer to finish (no early launch) takes 1.6x at T 1 and 1.004x at T 16384.
 _CONFIGS = (
-    (0, FinalizeConfig(512, 4)),
+    (0, FinalizeConfig(256, 4)),
     (100, FinalizeConfig(256, 1)),
-    (700, FinalizeConfig(512, 4)),
-    (32768, FinalizeConfig(2048, 8)),
+    (700, FinalizeConfig(1024, 8)),
+    (8192, FinalizeConfig(1024, 4, columns_first=True)),
 )
 
 
@@ -60,12 +64,17 @@ def heuristic(T: int, H: int, element_size: int) -> FinalizeConfig:
 def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype) -> FinalizeConfig:
     """The tuned config where this GPU has one for T, the heuristic's otherwise."""
     tuned = tuning.lookup(tuning_key(device, K, H, dtype), T).config if device.type == "cuda" else None
-    return heuristic(T, H, dtype.itemsize) if tuned is None else FinalizeConfig(**dict(tuned))
+    return heuristic(T, H, dtype.itemsize) if tuned is None else _from_table(tuned)
+
+
+def _from_table(config: tuple[tuple[str, int], ...]) -> FinalizeConfig:
+    fields = dict(config)
+    return FinalizeConfig(fields["block"], fields["warps"], bool(fields["columns_first"]))
 
 
 def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuple[FinalizeConfig, ...]:
     """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
-    tuned = (FinalizeConfig(**dict(b.config)) for b in tuning.buckets(tuning_key(device, K, H, dtype)))
+    tuned = (_from_table(b.config) for b in tuning.buckets(tuning_key(device, K, H, dtype)))
     guessed = (_fitted(config, H, dtype.itemsize) for _, config in _CONFIGS)
     return tuple(dict.fromkeys((*guessed, *tuned)))
 
@@ -112,10 +121,12 @@ def launch(
     rows_stride, shared_stride, out_stride = strides
     weights_strides = (0, 0) if weights is None else weights.stride()
     gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
-    _finalize_kernel[(T, triton.cdiv(H, config.block))](
-        rows, row_map, weights, shared, shared_gate, num_valid_rows, out, R, rows_stride, *row_map.stride(),
-        *weights_strides, shared_stride, gate_stride, out_stride, float(routed_scale), **facts.options(config),
-    )  # fmt: skip
+    # Triton launches on the current device's stream, whatever device the tensors are on.
+    with torch.cuda.device(rows.device) if rows.device.type == "cuda" else contextlib.nullcontext():
+        _finalize_kernel[facts.grid(T, config)](
+            rows, row_map, weights, shared, shared_gate, num_valid_rows, out, R, rows_stride, *row_map.stride(),
+            *weights_strides, shared_stride, gate_stride, out_stride, float(routed_scale), **facts.options(config),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,12 +140,16 @@ class _Facts:
     SCALE: str
     TWO_ROUNDINGS: bool
     POSITIVE_ZERO: bool
-    PDL: bool  # whether the GPU has it
+    PDL: bool
+
+    def grid(self, T: int, config: FinalizeConfig) -> tuple[int, ...]:
+        blocks = triton.cdiv(self.H, config.block)
+        return (T * blocks,) if config.columns_first else (T, blocks)
 
     def options(self, config: FinalizeConfig) -> dict[str, Any]:
-        pdl = self.PDL and config.pdl
         return vars(self) | {
-            "BLOCK": config.block, "PDL": pdl, "num_warps": config.warps, "enable_fp_fusion": False, "launch_pdl": pdl,
+            "BLOCK": config.block, "COLUMNS_FIRST": config.columns_first, "num_warps": config.warps,
+            "enable_fp_fusion": False, "launch_pdl": self.PDL,
         }  # fmt: skip
 
 
@@ -180,11 +195,17 @@ def _groups(order: str) -> int:
 def _finalize_kernel(
     rows, row_map, weights, shared, gate, num_valid_rows, out, R, rows_stride, map_stride_t, map_stride_k,
     weights_stride_t, weights_stride_k, shared_stride, gate_stride, out_stride, scale,
-    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr,
-    SCALE: tl.constexpr, TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, COLUMNS_FIRST: tl.constexpr, PRODUCT: tl.constexpr,
+    GROUPS: tl.constexpr, SCALE: tl.constexpr, TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if COLUMNS_FIRST:
+        blocks: tl.constexpr = tl.cdiv(H, BLOCK)
+        t = (tl.program_id(0) // blocks).to(tl.int64)
+        c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    else:
+        t = tl.program_id(0).to(tl.int64)
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
