@@ -87,7 +87,7 @@ def test_contenders_have_the_bits_they_claim():
 def test_on_a_gpu(mode):
     result = kernels.run_shape(64, 6, 1024, torch.device("cuda"), mode, rounds=4)
     row = result.row()
-    assert 0.1 < row["tb_per_s"] < 4.9
+    assert (row["tb_per_s"] is None) if mode == "producer" else (0.1 < row["tb_per_s"] < 4.9)
     assert ("edges alone" in row["arms"]) == (mode == "producer")
     if mode == "producer":
         assert result.median_us("edges alone") < result.median_us("moetail TRTLLM")

@@ -53,7 +53,8 @@ def kernels_table(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             *(str(row[name]) for name in ("T", "K", "H", "mode", "l2")),
             f"{row['us']:.2f}", f"{us['p90_us']:.2f}",
-            f"{row['tb_per_s']:.2f}", f"{row['share_of_copy']:.0%}", f"{row['aa']['b_over_a']:.3f}",
+            "-" if row["tb_per_s"] is None else f"{row['tb_per_s']:.2f}",
+            "-" if row["share_of_copy"] is None else f"{row['share_of_copy']:.0%}", f"{row['aa']['b_over_a']:.3f}",
             *(_multiple(row, name) for name in baselines),
         )  # fmt: skip
     return table
