@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +47,10 @@ from transformers.integrations.moe import (  # noqa: E402
 )
 
 TAIL = TailSpec(Numerics.TRANSFORMERS)
+_SHARED_EXPERTS = (
+    "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert",
+    "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
 
 
 class Reason(enum.Enum):
@@ -218,10 +221,8 @@ def _finalize_only_reason(experts: Any) -> Reason | None:
 
 
 def has_shared_experts(config: Any) -> bool:
-    """Whether the block adds a shared expert's output. Families name it differently (n_shared_experts,
-    moe_num_shared_experts, shared_expert_intermediate_size, shared_intermediate_size, num_shared_expert)."""
-    return any(value for key, value in vars(config).items() if re.search(r"shared?_?(expert|intermediate)", key)
-               and isinstance(value, (int, list)))  # fmt: skip
+    """Whether the block adds a shared expert's output: each family has its own name for how many there are."""
+    return any(getattr(config, name, None) for name in _SHARED_EXPERTS)
 
 
 def _top_k(config: Any) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -119,12 +120,9 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return offset < a.shape[1] * a.element_size() or offset + b.shape[1] * b.element_size() > pitch
 
 
-def _cpu_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
-    _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
+def _cpu_into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
+    """Write `out`, whose arguments are checked and which has a token at least."""
     concrete = _concrete(numerics, rows, row_map, weights)
-    if out.shape[0] == 0:
-        return
-    _check_no_overlap(out, shared, _inputs(rows, row_map, weights, shared_gate, num_valid_rows))
     kernel = _cpu_kernel()
     if kernel is not None:
         kernel.launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
@@ -136,26 +134,39 @@ def _cpu_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed
     out.copy_(y)
 
 
-def _cuda_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
-    _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
+def _cuda_into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
     concrete = _concrete(numerics, rows, row_map, weights)
-    if out.shape[0] > 0:
-        _check_no_overlap(out, shared, _inputs(rows, row_map, weights, shared_gate, num_valid_rows))
-        _cuda_kernel().launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
+    _cuda_kernel().launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
 
 
-def _cpu(rows, row_map, *args):  # noqa: ANN001, ANN002, ANN202
-    _check_rank(rows, row_map)
-    out = _new_out(rows, row_map)
-    _cpu_out(rows, row_map, *args, out)
-    return out
+def _functional(into: Callable[..., None]) -> Callable[..., torch.Tensor]:
+    """The op that returns a new tensor, on one device."""
+
+    def finalize(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics):  # noqa: ANN001, ANN202
+        _check_rank(rows, row_map)
+        out = _new_out(rows, row_map)
+        _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
+        if out.shape[0] > 0:
+            into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out)
+        else:
+            _concrete(numerics, rows, row_map, weights)  # refuses what it would refuse with tokens
+        return out
+
+    return finalize
 
 
-def _cuda(rows, row_map, *args):  # noqa: ANN001, ANN002, ANN202
-    _check_rank(rows, row_map)
-    out = _new_out(rows, row_map)
-    _cuda_out(rows, row_map, *args, out)
-    return out
+def _out_variant(into: Callable[..., None]) -> Callable[..., None]:
+    """The op that writes the caller's tensor, on one device."""
+
+    def finalize_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
+        _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
+        if out.shape[0] > 0:
+            _check_no_overlap(out, shared, _inputs(rows, row_map, weights, shared_gate, num_valid_rows))
+            into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out)
+        else:
+            _concrete(numerics, rows, row_map, weights)
+
+    return finalize_out
 
 
 def _fake(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics):  # noqa: ANN001, ANN202
@@ -285,10 +296,9 @@ _ARGS = (
 )
 torch.library.define("moetail::finalize", f"({_ARGS}) -> Tensor")
 torch.library.define("moetail::finalize_out", f"({_ARGS}, Tensor(a!) out) -> ()")
-torch.library.impl("moetail::finalize", "CPU")(_cpu)
-torch.library.impl("moetail::finalize", "CUDA")(_cuda)
-torch.library.impl("moetail::finalize_out", "CPU")(_cpu_out)
-torch.library.impl("moetail::finalize_out", "CUDA")(_cuda_out)
+for _device, _into in (("CPU", _cpu_into), ("CUDA", _cuda_into)):
+    torch.library.impl("moetail::finalize", _device)(_functional(_into))
+    torch.library.impl("moetail::finalize_out", _device)(_out_variant(_into))
 torch.library.register_fake("moetail::finalize")(_fake)
 torch.library.register_fake("moetail::finalize_out")(_fake_out)
 torch.library.register_autograd(
