@@ -121,22 +121,20 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _cpu_into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
-    """Write `out`, whose arguments are checked and which has a token at least."""
-    concrete = _concrete(numerics, rows, row_map, weights)
+    """Write `out`: the arguments are checked, `numerics` is concrete, T >= 1."""
     kernel = _cpu_kernel()
     if kernel is not None:
-        kernel.launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
+        kernel.launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out)
         return
     y = reference.finalize(
         rows, row_map, weights, shared, shared_gate=shared_gate, routed_scale=routed_scale,
-        num_valid_rows=num_valid_rows, numerics=concrete,
+        num_valid_rows=num_valid_rows, numerics=numerics,
     )  # fmt: skip
     out.copy_(y)
 
 
-def _cuda_into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
-    concrete = _concrete(numerics, rows, row_map, weights)
-    _cuda_kernel().launch(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
+def _cuda_into(*args):  # noqa: ANN002, ANN202
+    _cuda_kernel().launch(*args)
 
 
 def _functional(into: Callable[..., None]) -> Callable[..., torch.Tensor]:
@@ -146,10 +144,9 @@ def _functional(into: Callable[..., None]) -> Callable[..., torch.Tensor]:
         _check_rank(rows, row_map)
         out = _new_out(rows, row_map)
         _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
+        concrete = _concrete(numerics, rows, row_map, weights)
         if out.shape[0] > 0:
-            into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out)
-        else:
-            _concrete(numerics, rows, row_map, weights)  # refuses what it would refuse with tokens
+            into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
         return out
 
     return finalize
@@ -160,11 +157,10 @@ def _out_variant(into: Callable[..., None]) -> Callable[..., None]:
 
     def finalize_out(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out):  # noqa: ANN001, ANN202
         _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
+        concrete = _concrete(numerics, rows, row_map, weights)
         if out.shape[0] > 0:
             _check_no_overlap(out, shared, _inputs(rows, row_map, weights, shared_gate, num_valid_rows))
-            into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out)
-        else:
-            _concrete(numerics, rows, row_map, weights)
+            into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, out)
 
     return finalize_out
 
