@@ -29,7 +29,8 @@ def no_jit(mode: str = "error") -> Iterator[list[Compilation]]:
     mode "error": the launch that compiled raises RuntimeError naming the kernel and its specialization (Triton calls
     its hook after the compilation, so the kernel is then in the cache). mode "warn": a RuntimeWarning each.
     Watched: Triton (its post-compile hook; a hook that was there before still runs, and is put back) and numba, if
-    imported. A kernel that numba loads from its disk cache is not compiled. Not watched: torch.compile's own codegen.
+    imported. Triton's explicit warm-ups count: a first call of ours compiles that way. A kernel that numba loads from
+    its disk cache is not compiled. Not watched: torch.compile's own codegen.
 
     Raises: ValueError for another mode.
     """
@@ -59,8 +60,7 @@ def _triton(report: Callable[[Compilation], None]) -> Iterator[None]:
 
     def hook(**event: Any) -> Any:
         result = previous(**event) if previous is not None else None
-        if not event.get("is_manual_warmup"):
-            report(Compilation("triton", event["fn"].name, event["repr"]))
+        report(Compilation("triton", event["fn"].name, event["repr"]))
         return result
 
     knobs.runtime.jit_post_compile_hook = hook

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "ops": {"numerics", "reference", "ops", "tuning"},
     "integrations": {"contract", "numerics", "ops", "reference", "integrations"},
     "bench": {"numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
-    "cli": {"bench", "conformance", "tuning"},
+    "cli": {"bench", "cli", "conformance", "tuning"},
     "__init__": {"contract", "numerics", "ops", "reference", "integrations"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}

@@ -1,0 +1,9 @@
+"""The command line: argument parsing and printing only; every command is a function call a notebook can make.
+
+One file a command; `app` holds the command groups and the exit codes.
+"""
+
+from moetail.cli import ceiling, conformance, forward, kernels, readme, tune  # noqa: F401  each registers its command
+from moetail.cli.app import FAILED, INTERRUPTED, OK, SLOWER, USAGE, app, bench
+
+__all__ = ["FAILED", "INTERRUPTED", "OK", "SLOWER", "USAGE", "app", "bench"]

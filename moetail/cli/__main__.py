@@ -1,0 +1,3 @@
+from moetail.cli import app
+
+app()

@@ -1,0 +1,60 @@
+"""`moetail bench kernels`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from moetail.cli.app import SLOWER, bench
+from moetail.cli.arguments import check_writable, parse_device, parse_shape
+from moetail.cli.terminal import fail, progress_bar
+
+
+@bench.command()
+def kernels(
+    shape: Annotated[list[str] | None, typer.Option(help="T,K,H; may be given more than once")] = None,
+    mode: Annotated[str, typer.Option(help="chained, producer, or both: chained,producer")] = "chained",
+    l2: Annotated[str, typer.Option(help="the L2 cache: cold, warm, or both: cold,warm")] = "cold",
+    rounds: Annotated[int, typer.Option(min=4)] = 20,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
+    json: Annotated[Path | None, typer.Option(help="write the record here")] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw the roofline here")] = None,
+) -> None:
+    """The finalize kernel against the ones people use today: microseconds, bandwidth, bits.
+
+    Exit code: 0; 1 where our own bits fail (and then nothing is printed); 2 for bad input.
+    """
+
+    errors = Console(stderr=True)
+    try:
+        from moetail.bench import kernels as bench_kernels
+        from moetail.bench import picture, record, tables
+    except ModuleNotFoundError as error:
+        fail(errors, f"{error}; pip install 'moetail[bench,cpu]'")
+    rows = []
+    try:
+        target = parse_device(device)
+        check_writable(json)
+        check_writable(svg)
+        shapes = [parse_shape(text) for text in shape] if shape else bench_kernels.DEFAULT
+        runs = [(one, how, state) for how in mode.split(",") for state in l2.split(",") for one in shapes]
+        with progress_bar(errors) as progress:
+            task = progress.add_task("kernels", total=len(runs))
+            for done, (one, how, state) in enumerate(runs):
+                progress.update(task, description=f"T,K,H={one} {how} {state}", completed=done)
+                rows.append(bench_kernels.run_shape(*one, target, how, state, rounds).row())
+    except (ValueError, OSError) as error:
+        fail(errors, str(error))
+    except RuntimeError as error:
+        fail(errors, str(error), SLOWER)
+    content = record.record("kernels", rows, complete=True)
+    if json is not None:
+        record.write(json, content)
+    if svg is not None:
+        picture.roofline(content, svg)
+    Console(soft_wrap=True, width=None if Console().is_terminal else 240).print(tables.kernels_table(rows))
+    if rows[0]["not_installed"]:
+        errors.print(f"not installed here, so not compared: {', '.join(rows[0]['not_installed'])}", highlight=False)

@@ -1,0 +1,36 @@
+"""What a command says while it runs, and how it gives up: on stderr."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from moetail.cli.app import USAGE
+
+
+def fail(errors: Console, sentence: str, code: int = USAGE) -> NoReturn:
+    errors.print(f"moetail: {sentence}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def show(progress: Progress, task: TaskID, name: str, done: int, total: int) -> None:
+    progress.update(task, description=name, completed=done, total=total)
+
+
+def progress_bar(console: Console) -> Progress:
+    """Shown on stderr while it lasts, and gone afterwards."""
+    return Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        console=console, transient=True,
+    )  # fmt: skip
