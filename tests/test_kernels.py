@@ -47,9 +47,38 @@ def test_no_speed_for_wrong_bits(monkeypatch):
     assert "TB/s" not in result.output
 
 
+def test_an_interrupted_run_is_partial_and_goes_on(tmp_path, monkeypatch):
+    out = tmp_path / "k.json"
+    args = ("bench", "kernels", "--shape", "2,2,32", "--shape", "3,2,32", "--device", "cpu", "--l2", "2", "--json", out)
+    real, measured = kernels.run_shape, []
+
+    def once(*shape):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(shape[0])
+        return real(*shape)
+
+    monkeypatch.setattr(kernels, "run_shape", once)
+    result = run(*args, "--rounds", 4)
+    assert result.exit_code == cli.INTERRUPTED and "--resume" in result.output
+    content = json.loads(out.read_text())
+    assert content["complete"] is False and [r["T"] for r in content["rows"]] == [2] and content["rows"][0]["sets"] == 2
+
+    monkeypatch.setattr(kernels, "run_shape", lambda *shape: measured.append(shape[0]) or real(*shape))
+    result = run(*args, "--rounds", 5, "--resume")
+    assert result.exit_code == cli.USAGE and "settings was" in " ".join(result.output.split())
+    assert run(*args, "--rounds", 4, "--resume").exit_code == cli.OK
+    assert measured == [2, 3]  # the first shape was not measured again
+    content = json.loads(out.read_text())
+    assert content["complete"] and [r["T"] for r in content["rows"]] == [2, 3]
+    result = run(*args, "--rounds", 4, "--resume")
+    assert result.exit_code == cli.USAGE and "got the complete" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (["--shape", "4,2,8", "--resume"], "got no --json"),
         (["--shape", "4,2"], "shape must be T,K,H"),
         (["--shape", "4,2,x"], "shape must be T,K,H"),
         (["--shape", "4,2,8", "--mode", "producer"], "mode must be one of chained, producer"),

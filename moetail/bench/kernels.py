@@ -1,13 +1,14 @@
 """`moetail bench kernels`: one op alone, against the kernels people use today, in one process and interleaved.
 
-Bits first: a contender of ours whose bits fail stops the run, and no time is printed. Inputs rotate: over
-three times the L2 cache (cold), or within a fourth of it (warm). The copy that the bandwidth is compared with moves as
-many bytes as the op, in the same run.
+Bits first: a contender of ours whose bits fail stops the run, and no time is printed. Inputs rotate: over three times
+the L2 cache (cold), within a fourth of it (warm), or as many sets as one asks for. The copy that the bandwidth is
+compared with moves as many bytes as the op, in the same run.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,8 @@ DEFAULT = tuple((T, K, H) for K, H in SHAPES for T in TOKENS)
 MODES = ("chained", "producer")
 L2 = ("cold", "warm")
 _MAX_SETS = 2048
-# Calls of one graph, at least: its own start is about 3 us, and must not show.
-_MIN_CALLS = 128
+# What one graph takes, at least: its own start is about 3 us, and must not show.
+_GRAPH_US = 300.0
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ class KernelResult:
 def run_shape(
     T: int, K: int, H: int, device: torch.device, mode: str = "chained", l2: str = "cold", rounds: int = 20
 ) -> KernelResult:
-    """Measure one shape. A set of inputs that does not fit in a fourth of the L2 cache is cold whatever `l2` says, and
-    the result says so.
+    """Measure one shape. `l2`: cold, warm, or a number of sets of inputs. One set that does not fit in a fourth of the
+    L2 cache is cold whatever `l2` says, and the result says so.
 
     Raises: ValueError for an unknown mode or l2, or "producer" on a CPU; RuntimeError where our own bits fail.
     """
-    if l2 not in L2:
-        raise ValueError(f"l2 must be one of {', '.join(L2)}, got {l2!r}")
+    if l2 not in L2 and not (l2.isdigit() and int(l2) > 0):
+        raise ValueError(f"l2 must be one of {', '.join(L2)} or a number of sets, got {l2!r}")
     if mode not in MODES or (mode == "producer" and device.type != "cuda"):
         raise ValueError(
             f"mode must be one of {', '.join(MODES)} (producer on cuda only), got {mode!r} on {device.type}"
@@ -109,7 +110,7 @@ def run_shape(
     programs["copy"] = _copies(num_bytes, sets, device)
     if mode == "producer":
         programs["edges alone"] = [_in_mode(mode, None, x) for x in inputs]
-    arms = [_arm(name, calls, device) for name, calls in programs.items()]
+    arms = [_arm(name, calls, num_bytes, device) for name, calls in programs.items()]
     timing.warm_up(arms, seconds=0.2)
     samples, paired = timing.interleave(arms, rounds)
     by_numerics = {m.numerics: m.name for m in mine}
@@ -126,7 +127,9 @@ def run_shape(
 
 
 def _num_sets(num_bytes: int, l2_bytes: int, l2: str) -> int:
-    """How many sets of inputs rotate: three L2 caches full, or at most a fourth of one."""
+    """How many sets of inputs rotate: three L2 caches full, at most a fourth of one, or the number asked for."""
+    if l2 not in L2:
+        return int(l2)
     if l2 == "warm" and num_bytes <= l2_bytes // 4:
         return min(8, l2_bytes // 4 // num_bytes)
     return min(_MAX_SETS, max(2, -(-3 * l2_bytes // num_bytes)))
@@ -175,14 +178,15 @@ def _in_mode(mode: str, contender: Contender | None, x: KernelInputs) -> Callabl
     return between_edges
 
 
-def _arm(name: str, calls: list[Callable[[], object]], device: torch.device) -> timing.Arm:
+def _arm(name: str, calls: list[Callable[[], object]], num_bytes: int, device: torch.device) -> timing.Arm:
     def program() -> None:
         for call in calls:
             call()
 
     if device.type == "cpu":
         return timing.cpu_arm(name, program)
-    return timing.cuda_graph_arm(name, program, repeats=-(-_MIN_CALLS // len(calls)))
+    least_us = max(1.0, num_bytes / 4e6)  # a call at 4 TB/s, and a launch
+    return timing.cuda_graph_arm(name, program, repeats=math.ceil(_GRAPH_US / least_us / len(calls)))
 
 
 def _copies(num_bytes: int, sets: int, device: torch.device) -> list[Callable[[], object]]:

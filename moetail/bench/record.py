@@ -15,12 +15,52 @@ import torch
 SCHEMA = 1
 
 
-def record(kind: str, rows: list[dict[str, Any]], complete: bool, world_size: int = 1) -> dict[str, Any]:
-    """kind: kernels | forward | serve. `complete` is False for a run that was interrupted."""
+def record(
+    kind: str,
+    rows: list[dict[str, Any]],
+    complete: bool,
+    world_size: int = 1,
+    settings: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """kind: kernels | forward | selftest | conformance. `complete` is False while rows are missing. `settings`: what
+    was asked for; a run that goes on must ask for the same."""
     return {
         "schema": SCHEMA, "kind": kind, "machine": machine(), "world_size": world_size, "complete": complete,
-        "rows": rows,
+        "settings": settings or {}, "rows": rows,
     }  # fmt: skip
+
+
+def read(path: Path, kind: str | None = None) -> dict[str, Any]:
+    """A record. Raises: ValueError where it is none, or not of that kind."""
+    try:
+        content = json.loads(path.read_text())
+        found = (content["schema"], content["kind"])
+        missing = {"complete", "rows", "machine"} - content.keys()
+        if missing:
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"record must be a file that a bench wrote, got {path}: {error!r}") from error
+    if found[0] != SCHEMA or kind not in (None, found[1]):
+        raise ValueError(f"record must have schema {SCHEMA} and kind {kind or 'any'}, got {found} in {path}")
+    return content
+
+
+def resume(path: Path, kind: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an unfinished record, to go on behind them; none where there is no file.
+
+    Raises: ValueError where it is complete, or was measured on another machine, commit or with other settings.
+    """
+    if not path.exists():
+        return []
+    content = read(path, kind)
+    if content["complete"]:
+        raise ValueError(f"record must be a partial one to go on with, got the complete {path}")
+    then, now = ({**m, "date": None} for m in (content["machine"], machine()))
+    then["settings"], now["settings"] = content.get("settings"), settings
+    changed = [f"{name} was {then.get(name)}, is {now.get(name)}" for name in now if then.get(name) != now.get(name)]
+    if changed:
+        raise ValueError(f"record must come from this same run to go on with it, got {path}: {'; '.join(changed)}")
+    return content["rows"]
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

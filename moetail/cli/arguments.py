@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,19 @@ def check_writable(path: Path | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+
+
+def unfinished(path: Path | None, kind: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows to go on behind, for --resume. Raises: ValueError as `record.resume` does, or without a --json."""
+    from moetail.bench import record
+
+    if path is None:
+        raise ValueError("resume must have the partial record's name in --json, got no --json")
+    return record.resume(path, kind, settings)
+
+
+def resume_hint(path: Path | None) -> str:
+    return "" if path is None else f"; the same command with --resume goes on behind the partial {path}"
 
 
 def readme_text() -> Path:
