@@ -22,7 +22,7 @@ from moetail.ops import finalize_triton as ft
 results = {}
 for K, H in ((6, 5120), (8, 7168), (10, 2048)):
     for config in sorted({ft._fitted(c, H, 2) for _, c in ft._CONFIGS}, key=str):
-        facts = ft._Facts(K, H, "fma", 1, "none", True, False, True)
+        facts = ft.Facts(K, H, "fma", 1, "none", True, False, True)
         constants = dict(vars(facts), BLOCK=config.block, COLUMNS_FIRST=config.columns_first)
         types = dict(rows="*bf16", row_map="*i32", weights="*fp32", shared="*bf16", out="*bf16", R="i32",
                      rows_stride="i32", map_stride_t="i32", map_stride_k="i32", weights_stride_t="i32",

@@ -57,5 +57,22 @@ def test_verdicts(ratio, aa, bits, word):
     assert verdict.why
 
 
+@pytest.mark.parametrize(
+    ("ratio", "aa", "ceiling_us", "word"),
+    [
+        (Interval(0.95, 0.945, 0.955), CLEAN, 50.0, "faster"),  # gained 45 of 50
+        (Interval(0.95, 0.945, 0.955), CLEAN, 40.0, "faster"),  # within a quarter more
+        (Interval(0.95, 0.945, 0.955), CLEAN, 33.0, "implausible"),  # 45 > 33 * 1.25 + 3 of noise
+        (Interval(0.95, 0.945, 0.955), CLEAN, 0.0, "implausible"),  # a gain from nothing
+        (Interval(0.95, 0.945, 0.955), CLEAN, -10.0, "implausible"),  # the changed kernels are slower
+        (Interval(0.95, 0.945, 0.955), CLEAN, None, "faster"),  # nothing to check it against
+        (Interval(0.998, 0.995, 1.001), CLEAN, 0.0, "same"),
+        (Interval(1.05, 1.04, 1.06), CLEAN, 10.0, "slower"),
+    ],
+)
+def test_a_gain_must_be_one_that_the_changed_kernels_allow(ratio, aa, ceiling_us, word):
+    assert judge(ratio, aa, 0, 1000.0, ceiling_us).word == word
+
+
 def test_summary():
     assert summary([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median_us": 3.0, "p10_us": 1.4, "p90_us": 4.6, "n": 5}

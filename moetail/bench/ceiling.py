@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moetail.bench.stats import CEILING_SLACK
+
 
 @dataclass(frozen=True)
 class Ceiling:
@@ -34,7 +36,7 @@ class Ceiling:
         """The share of the step that can go, below 0 where the fused tail is slower."""
         return self.gain_us / self.step_us
 
-    def allows(self, claimed_gain: float, slack: float = 0.25) -> bool:
+    def allows(self, claimed_gain: float, slack: float = CEILING_SLACK) -> bool:
         """Whether a claimed share of the step is plausible; `slack` for what a tail alone does not show (cache state,
         launch gaps)."""
         return claimed_gain <= max(self.gain, 0.0) * (1 + slack)

@@ -11,6 +11,9 @@ RESAMPLES = 4000
 AA_RESOLUTION = 0.002
 NEVER_SLOWER_MARGIN = 0.005
 SAME_WIDTH = 0.04
+# What a tail measured alone does not show of what it gives the step: cache state, launch gaps.
+CEILING_SLACK = 0.25
+VERDICTS = ("faster", "same", "slower", "void", "implausible")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Verdict:
-    """word: faster | same | slower | void, and the sentence that says why."""
+    """word: one of VERDICTS; and the sentence that says why."""
 
     word: str
     why: str
@@ -43,20 +46,34 @@ def paired_ratio(baseline: list[float], ours: list[float], seed: int = 0) -> Int
     return Interval(float(np.median(ratios)), float(low), float(high))
 
 
-def judge(ratio: Interval, aa: Interval, differing_bits: int) -> Verdict:
+def judge(
+    ratio: Interval,
+    aa: Interval,
+    differing_bits: int,
+    baseline_us: float = 0.0,
+    ceiling_us: float | None = None,
+) -> Verdict:
     """The verdict of one case, from ours/baseline and the control baseline/baseline of the same rounds.
 
-    void    the control is not 1 within its interval (and AA_RESOLUTION), or the interval is too wide to tell
-    faster  the whole interval lies below the control's
-    same    never slower: the interval's upper end is at most the control's + NEVER_SLOWER_MARGIN, and the control is
-            no wider than SAME_WIDTH, or it would call anything the same
-    slower  the whole interval lies above the control's, or a bit differs
+    void         the control is not 1 within its interval (and AA_RESOLUTION), or the interval is too wide to tell
+    implausible  the whole interval gains more than `ceiling_us`, what the kernels that changed allow a step of
+                 `baseline_us` to gain (+ CEILING_SLACK, + what the control shows as noise); None: not checked
+    faster       the whole interval lies below the control's
+    same         never slower: the interval's upper end is at most the control's + NEVER_SLOWER_MARGIN, and the control
+                 is no wider than SAME_WIDTH, or it would call anything the same
+    slower       the whole interval lies above the control's, or a bit differs
     """
     if differing_bits:
         return Verdict("slower", f"{differing_bits} output bits differ: no speed counts")
     if aa.low > 1 + AA_RESOLUTION or aa.high < 1 - AA_RESOLUTION:
         return Verdict("void", f"the control is {aa} and not 1: the machine was not quiet")
     if ratio.high < min(aa.low, 1.0):
+        gained_us, noise_us = (1 - ratio.high) * baseline_us, max(aa.high - 1, 1 - aa.low) * baseline_us
+        if ceiling_us is not None and gained_us > max(ceiling_us, 0.0) * (1 + CEILING_SLACK) + noise_us:
+            return Verdict(
+                "implausible",
+                f"the step gained at least {gained_us:.0f} us, and the kernels that changed allow {ceiling_us:.0f} us",
+            )
         return Verdict("faster", f"{ratio} lies below the control {aa}")
     if ratio.high <= aa.high + NEVER_SLOWER_MARGIN and aa.high - aa.low <= SAME_WIDTH:
         return Verdict("same", f"{ratio} is within the control {aa} + {NEVER_SLOWER_MARGIN:.1%}")

@@ -66,26 +66,33 @@ def cuda_graph_arm(
     return Arm(name, run)
 
 
-def warm_up(arms: list[Arm], seconds: float) -> float:
-    """Run every arm in turn for at least `seconds`; returns the slowest arm's last time in microseconds."""
-    deadline = time.perf_counter() + seconds
+def warm_up(arms: list[Arm], seconds: float, slowest: Callable[[float], float] = float) -> float:
+    """Run every arm in turn for at least `seconds`; returns the slowest arm's last time in microseconds.
+
+    `slowest(x)` is the maximum over ranks: all of them stop after the same run.
+    """
+    start = time.perf_counter()
     while True:
-        slowest = max(arm.run() for arm in arms)
-        if time.perf_counter() >= deadline:
-            return slowest
+        last = slowest(max(arm.run() for arm in arms))
+        if slowest(time.perf_counter() - start) >= seconds:
+            return last
 
 
 def interleave(
-    arms: list[Arm], rounds: int, on_round: Callable[[], object] = lambda: None
+    arms: list[Arm],
+    rounds: int,
+    on_round: Callable[[], object] = lambda: None,
+    slowest: Callable[[float], float] = float,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Every sample of each arm, and one paired value a round (the mean of its two runs), in microseconds."""
+    """Every sample of each arm (the slowest rank's), and one paired value a round (the mean of its two runs), in
+    microseconds. The order of a round is the same on every rank."""
     samples: dict[str, list[float]] = {arm.name: [] for arm in arms}
     paired: dict[str, list[float]] = {arm.name: [] for arm in arms}
     draw = random.Random(rounds)
     for _ in range(rounds):
         order = draw.sample(arms, len(arms))
         for arm in (*order, *reversed(order)):
-            samples[arm.name].append(arm.run())
+            samples[arm.name].append(slowest(arm.run()))
         for arm in arms:
             paired[arm.name].append(sum(samples[arm.name][-2:]) / 2)
         on_round()

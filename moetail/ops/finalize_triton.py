@@ -81,7 +81,7 @@ def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tu
 
 @functools.cache
 def tuning_key(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuning.Key:
-    kernels = (_finalize_kernel, _routed_sum, _to, _round, _fma, _sigmoid)
+    kernels = (_finalize_kernel, _finalized, _routed_sum, _to, _round, _fma, _sigmoid)
     source = tuning.source_hash(*(inspect.getsource(kernel.fn) for kernel in kernels))
     gpu = torch.cuda.get_device_name(device)
     return tuning.Key("finalize", gpu, K, H, str(dtype).removeprefix("torch."), source, triton.__version__)
@@ -108,10 +108,7 @@ def launch(
     The first call of a kind compiles and loads every config that another T could ask for.
     """
     (T, K), (R, H) = row_map.shape, rows.shape
-    facts = _Facts(
-        K, H, numerics.product, _groups(numerics.order), "none" if routed_scale == 1.0 else numerics.scale,
-        numerics.rounding == "two", numerics.zero == "positive", _has_pdl(rows.device),
-    )  # fmt: skip
+    facts = Facts.of(K, H, numerics, routed_scale, has_pdl(rows.device))
     strides = (rows.stride(0), 0 if shared is None else shared.stride(0), out.stride(0))
     if config is None:
         config = config_for(rows.device, T, K, H, rows.dtype)
@@ -130,7 +127,7 @@ def launch(
 
 
 @dataclass(frozen=True)
-class _Facts:
+class Facts:
     """The compile-time arguments that a config does not choose."""
 
     K: int
@@ -141,6 +138,14 @@ class _Facts:
     TWO_ROUNDINGS: bool
     POSITIVE_ZERO: bool
     PDL: bool
+
+    @staticmethod
+    def of(K: int, H: int, numerics: Numerics, routed_scale: float, pdl: bool) -> Facts:
+        """`numerics` is concrete."""
+        return Facts(
+            K, H, numerics.product, _groups(numerics.order), "none" if routed_scale == 1.0 else numerics.scale,
+            numerics.rounding == "two", numerics.zero == "positive", pdl,
+        )  # fmt: skip
 
     def grid(self, T: int, config: FinalizeConfig) -> tuple[int, ...]:
         blocks = triton.cdiv(self.H, config.block)
@@ -155,7 +160,7 @@ class _Facts:
 
 @functools.cache
 def _compile(
-    device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, int, int], facts: _Facts
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, int, int], facts: Facts
 ) -> None:
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     rows_stride, shared_stride, out_stride = strides
@@ -180,7 +185,7 @@ def _compile(
 
 
 @functools.cache
-def _has_pdl(device: torch.device) -> bool:
+def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -213,11 +218,26 @@ def _finalize_kernel(
     limit = R
     if num_valid_rows is not None:
         limit = tl.minimum(R.to(tl.int64), tl.load(num_valid_rows).to(tl.int64))
+    y = _finalized(
+        rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
+        weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, out.dtype.element_ty, K, BLOCK, PRODUCT,
+        GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO,
+    )  # fmt: skip
+    tl.store(out + t * out_stride + c, y, mask=here)
+
+
+@triton.jit
+def _finalized(
+    rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
+    weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
+    TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr,
+):  # fmt: skip
+    """Columns c of token t, rounded to dtype: all of the op but its store, for every kernel that finalizes."""
     y = _routed_sum(
         rows, row_map + t * map_stride_t, map_stride_k, weights, t * weights_stride_t, weights_stride_k, c, here,
         limit, rows_stride, K, BLOCK, PRODUCT, GROUPS,
     )  # fmt: skip
-    dtype = out.dtype.element_ty
     if SCALE == "round_row":
         y = _round(y, dtype)
     if SCALE != "none":
@@ -234,7 +254,7 @@ def _finalize_kernel(
     y = _to(y, dtype)
     if POSITIVE_ZERO:
         y = tl.where(y == 0.0, tl.zeros_like(y), y)
-    tl.store(out + t * out_stride + c, y, mask=here)
+    return y
 
 
 @triton.jit
