@@ -10,7 +10,7 @@ NAMES = {
     "std::array<char*, 3ul>>(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)":
         "vectorized_elementwise_kernel<CUDAFunctor_add>",
     f"void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda({LAMBDA}, "
-    "std::array<char*, 2ul>, 4, TrivialOffsetCalculator<1, unsigned int>>(int, at::native::direct_copy_kernel_cuda(...))":
+    "std::array<char*, 2ul>, 4, TrivialOffsetCalculator<1, unsigned int>>(int, ...)":
         "unrolled_elementwise_kernel<direct_copy_kernel_cuda>",
     "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<float, "
     "float, float, at::native::binary_internal::MulFunctor<float> > >(at::TensorIteratorBase&, "

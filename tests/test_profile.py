@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,30 @@ def test_what_restores_the_state_is_not_the_forward():
     assert {k.name: (k.us, k.calls) for k in got.kernels} == {"gemm": (5.0, 1), "copy": (1.5, 1)}
     assert got.pre_forward_us == (3 + 7) / 2 and got.activities == 2
     assert got.span_us == (4.5 + 6.5) / 2
+
+
+def test_device_activities_are_this_gpus_work():
+    """Not the launches on the host, not another GPU's kernels, not the GPU's copy of a user's annotation."""
+
+    def event(name, where, index, annotation=False):
+        return SimpleNamespace(
+            name=lambda: name, device_type=lambda: where, device_index=lambda: index, start_ns=lambda: 10,
+            end_ns=lambda: 30, is_user_annotation=lambda: annotation,
+        )  # fmt: skip
+
+    cuda, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [event("gemm", cuda, 1), event("other", cuda, 0), event("cudaGraphLaunch", host, 1)]
+    events.append(event("forward/x", cuda, 1, annotation=True))
+    assert profile._device_activities(events, 1) == [Activity("gemm", 10, 30, 20)]
+
+
+def test_an_annotation_is_no_operator():
+    def annotated():
+        with torch.profiler.record_function("mine"):
+            torch.ones(4)
+
+    annotated()
+    assert "mine" not in {k.name for k in capture(annotated, "x", CPU).kernels}
 
 
 def test_replays_that_differ_are_no_profile():
