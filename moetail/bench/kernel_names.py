@@ -27,8 +27,6 @@ def short_name(full: str) -> str:
 
     Names that are not C++ (Triton's, nvjet's, "Memcpy DtoD (Device -> Device)") are returned as they are.
     """
-    if full.startswith(("Memcpy", "Memset")):
-        return full
     text = full
     for noise in _NOISE:
         text = text.replace(noise, "")
@@ -38,7 +36,7 @@ def short_name(full: str) -> str:
         return "::".join(path.split("::")[-2:])
     if _LAUNCHER.fullmatch(last) and (what := _telling(arguments)):
         return f"{path}<{what}>"
-    return path or full
+    return path or full  # "Memcpy DtoD (Device -> Device)" has nothing between its last space and its "("
 
 
 def _signature(text: str) -> str:
