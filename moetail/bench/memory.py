@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
+
+from moetail.bench.profile import kineto, kineto_events
 
 
 def peak_bytes(program: Callable[[], object], device: torch.device) -> int:
@@ -18,11 +20,11 @@ def peak_bytes(program: Callable[[], object], device: torch.device) -> int:
         program()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with kineto(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         result = program()
     del result
     held = peak = 0
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in kineto_events(prof) if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
