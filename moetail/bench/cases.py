@@ -121,25 +121,27 @@ def jitter(case: Case, fraction: float, max_kv_len: int | None, seed: int = 0) -
     """Every request's prefix times a draw from U(1 - fraction, 1 + fraction), at least 1 token; fresh prefills stay.
 
     Each of a request's `count` gets its own draw, so requests are taken apart; equal neighbours are put together again.
-    `max_kv_len` caps what was drawn above it, never what was asked for. The draws depend on the seed and on the case's
-    name alone. Fraction 0: the case itself.
+    `max_kv_len` caps what was drawn (None: no cap). The draws depend on the seed and the case's name. Fraction 0: the
+    case itself.
 
-    Raises: ValueError for a fraction outside 0 to 1.
+    Raises: ValueError for a fraction outside 0 to 1, or a case that is longer than `max_kv_len` as it was asked for.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"kv-len-jitter must be a fraction from 0 to 1, got {fraction}")
     if fraction == 0:
         return case
+    longest = max(request.kv_len for request in case.requests)
+    if max_kv_len is not None and longest > max_kv_len:
+        raise ValueError(f"case {case.name}: KV length must be <= {max_kv_len}, got {longest}")
     rng = np.random.default_rng([seed, zlib.crc32(case.name.encode())])
     drawn: list[Request] = []
     for request in case.requests:
         if request.prefix_len == 0:
             drawn.append(request)
             continue
-        cap = None if max_kv_len is None else max(max_kv_len, request.kv_len)
         for factor in rng.uniform(1 - fraction, 1 + fraction, size=request.count):
             kv_len = request.query_len + max(1, int(request.prefix_len * factor))
-            drawn.append(replace(request, kv_len=kv_len if cap is None else min(kv_len, cap), count=1))
+            drawn.append(replace(request, kv_len=min(kv_len, max_kv_len or kv_len), count=1))
     merged = [
         replace(request, count=sum(r.count for r in same))
         for request, same in itertools.groupby(drawn, key=lambda r: replace(r, count=1))

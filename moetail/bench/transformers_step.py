@@ -189,14 +189,14 @@ def _padded_context(model: Any, prefixes: list[torch.Tensor], max_cache_len: int
     for prefix in prefixes:
         count, length = prefix.shape
         if length:
-            filled = _context(model, prefix, length)
+            filled = _context(model, prefix, length + query_len)
             for layer, source in zip(cache.layers, filled.layers, strict=True):
                 if not layer.is_initialized:
                     shapes = ((num_rows, t.shape[1], 0, t.shape[3]) for t in (source.keys, source.values))
                     layer.lazy_initialization(*(source.keys.new_empty(shape) for shape in shapes))
                     layer.cumulative_length.fill_(end)
-                layer.keys[first : first + count, :, end - length : end] = source.keys
-                layer.values[first : first + count, :, end - length : end] = source.values
+                layer.keys[first : first + count, :, end - length : end] = source.keys[:, :, :length]
+                layer.values[first : first + count, :, end - length : end] = source.values[:, :, :length]
         first += count
     return cache
 
