@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-import moetail.integrations.transformers  # noqa: F401  registers the "moetail" experts
-from moetail.bench import memory, models, stats, step, tail, timing
+from moetail.bench import memory, models, stats, timing
 from moetail.bench.cases import Case
+from moetail.bench.step import Step, StepModel
 
-ARMS = {"stock": "grouped_mm", "moetail": "moetail"}
+ARMS = ("stock", "moetail")
 CONTROL = "control"
 # Measured time a case aims at, and the rounds that bound it.
 _SECONDS_PER_CASE = 40.0
@@ -90,21 +90,20 @@ def check_arms(arms: tuple[str, ...]) -> tuple[str, str]:
 
 
 def run_case(
-    model: Any, name: str, case: Case, tokens: torch.Tensor, arms: tuple[str, str], rounds: int | None,
+    model: StepModel, case: Case, arms: tuple[str, str], rounds: int | None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Result:  # fmt: skip
     """Measure one case. `progress(done, total)` is called after each round.
 
-    Raises: ValueError for a case that this model or this version cannot run, before anything is timed.
+    Raises: ValueError for a case that this model cannot run, before anything is timed.
     """
-    step.check_runnable(case)
-    device = tokens.device
+    device = model.device
     with torch.no_grad():
-        _use(model, ARMS["stock"])
-        work = step.build(model, case, tokens)
+        model.use(model.arms[0])
+        work = model.build(case, "real")
         outputs, peaks = {}, {}
         for arm in arms:
-            _use(model, ARMS[arm])
+            model.use(arm)
             work.restore()
             work.forward()  # compiles, loads and allocates what only a first call does
             work.restore()
@@ -112,27 +111,22 @@ def run_case(
             work.restore()
             outputs[arm] = tuple(t.clone() for t in work.forward())
         bits = differing_bits(outputs[arms[0]], outputs[arms[1]])
-        work.restore()
-        with step.routings(model) as routed:
-            work.forward()
-        index, weights = routed[0]
-        H = work.model.config.get_text_config().hidden_size
-        hidden_dtype = outputs[arms[0]][1].dtype
 
-        programs = {**{arm: ARMS[arm] for arm in arms}, CONTROL: ARMS[arms[0]]}
-        timed = [_arm(model, label, implementation, work, device) for label, implementation in programs.items()]
+        programs = {**{arm: arm for arm in arms}, CONTROL: arms[0]}
+        timed = [_arm(model, label, arm, work) for label, arm in programs.items()]
         slowest_us = timing.warm_up(timed, seconds=1.0)
         if rounds is None:
             rounds = int(_SECONDS_PER_CASE * 1e6 / (slowest_us * 2 * len(timed)))
             rounds = min(max(rounds, _MIN_ROUNDS), _MAX_ROUNDS)
         done = iter(range(1, rounds + 1))
         samples, paired = timing.interleave(timed, rounds, lambda: progress(next(done), rounds))
-        tails = tail.measure(index, weights, H, step.inner_width(model), hidden_dtype, rounds=10)
+        tails = model.tails(work)
+    assert tails is not None
     ratio, aa = (stats.paired_ratio(paired[arms[0]], paired[other]) for other in (arms[1], CONTROL))
     return Result(
-        name, case.name, arms, case.num_tokens, index.shape[1], H, _dtype_name(hidden_dtype),
-        _dtype_name(weights.dtype), rounds, samples, {**peaks, CONTROL: peaks[arms[0]]}, ratio, aa, bits,
-        stats.judge(ratio, aa, bits), tails, len(routed),
+        model.name, case.name, arms, case.num_tokens, tails.K, tails.H, tails.dtype, tails.weights_dtype, rounds,
+        samples, {**peaks, CONTROL: peaks[arms[0]]}, ratio, aa, bits, stats.judge(ratio, aa, bits), tails.samples,
+        tails.layers,
     )  # fmt: skip
 
 
@@ -147,31 +141,21 @@ def differing_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> 
     return total
 
 
-def _arm(model: Any, label: str, implementation: str, work: step.Step, device: torch.device) -> timing.Arm:
-    if device.type == "cuda":
-        _use(model, implementation)
+def _arm(model: StepModel, label: str, arm: str, work: Step) -> timing.Arm:
+    if model.device.type == "cuda":
+        model.use(arm)
         return timing.cuda_graph_arm(label, work.forward, work.restore)
 
     def prepare() -> None:
-        _use(model, implementation)
+        model.use(arm)
         work.restore()
 
     return timing.cpu_arm(label, work.forward, prepare)
 
 
-def _use(model: Any, implementation: str) -> None:
-    model.set_experts_implementation(implementation)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def load(name: str, text: Path, cases: list[Case], device: torch.device) -> tuple[Any, torch.Tensor]:
-    """The model, and enough input tokens for the largest case. Raises: ValueError as `models.load` does."""
+def load(name: str, text: Path, cases: list[Case], device: torch.device) -> StepModel:
+    """The model, every case checked against it. Raises: ValueError as `models.load` does."""
+    model = models.load(name, device, text)
     for case in cases:
-        step.check_runnable(case)
-    model = models.load(name, device)
-    for case in cases:
-        step.check_fits(case, model)
-    return model, models.input_tokens(model, name, text, max(step.num_input_tokens(case) for case in cases))
+        model.check(case)
+    return model

@@ -1,15 +1,22 @@
-"""The models a bench can run: four built in (random weights, every layer MoE), a config file, or a checkpoint folder.
+"""The models a bench can run: four built in (random weights, every layer MoE), a config file, a checkpoint folder, or
+any `StepModel` that a `module:function` makes.
 
-Imports transformers (the `transformers` extra) when a model is asked for.
+Imports transformers (the `transformers` extra) when such a model is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from moetail.bench.step import StepModel
 
 _COMMON = {
     "vocab_size": 4096, "num_hidden_layers": 4, "num_experts_per_tok": 8, "max_position_embeddings": 65536,
@@ -45,13 +52,50 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def load(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
+# How torch says that memory does not suffice: CUDA and CPU allocators, and sizes beyond 64 bits.
+_NO_MEMORY = re.compile(
+    r"tried to allocate (?P<wanted>[\d.]+ \w+)|storage size calculation overflowed|overflow when unpacking",
+    re.IGNORECASE,
+)
+
+
+def load(name: str, device: torch.device, text: Path) -> StepModel:
+    """The model of `bench forward`.
+
+    `name`: what `load_transformers` takes, with the file `text` as its input tokens; or `module:function`, a factory
+    that is called with the device and returns a StepModel.
+
+    Raises: ValueError as `load_transformers` and `input_tokens` do, where the factory cannot be imported, and where
+    what it returned lacks a member of StepModel.
+    """
+    if ":" in name and not Path(name).exists():
+        return _from_factory(name, device)
+    from moetail.bench.transformers_step import TransformersModel
+
+    model = load_transformers(name, device)
+    return TransformersModel(name, model, input_tokens(model, name, text))
+
+
+@contextlib.contextmanager
+def fits_in_memory(what: str) -> Iterator[None]:
+    """Raises: ValueError naming `what` and the bytes wanted, where an allocation inside the block failed."""
+    try:
+        yield
+    except (RuntimeError, TypeError, MemoryError) as error:
+        match = _NO_MEMORY.search(str(error))
+        if match is None and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            raise
+        wanted = "" if match is None or match["wanted"] is None else f": an allocation of {match['wanted']} failed"
+        raise ValueError(f"{what} does not fit in memory{wanted}") from error
+
+
+def load_transformers(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
     """A causal language model with MoE layers, in eval mode, experts on `grouped_mm`.
 
     `name`: a built-in model, a config.json (random weights), or a folder with config.json (its weights where it has
     safetensors files, random ones otherwise).
 
-    Raises: ValueError where the name is none of these, or the config has no MoE layers.
+    Raises: ValueError where the name is none of these, the config has no MoE layers, or memory does not suffice.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,25 +106,30 @@ def load(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, s
     elif path.exists():
         config = _read_config(path / "config.json" if path.is_dir() else path)
     else:
-        raise ValueError(f"model must be one of {', '.join(BUILT_IN)}, a folder or a config.json, got {name!r}")
-
-    if has_weights:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, device_map={"": device}, experts_implementation="grouped_mm", local_files_only=True
+        raise ValueError(
+            f"model must be one of {', '.join(BUILT_IN)}, a folder, a config.json or module:function, got {name!r}"
         )
-    else:
-        torch.manual_seed(seed)
-        with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+    with fits_in_memory(f"model {name}"):
+        if has_weights:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, device_map={"": device}, experts_implementation="grouped_mm", local_files_only=True
+            )
+        else:
+            torch.manual_seed(seed)
+            with device:
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if not any(hasattr(module, "_apply_gate") for module in model.modules()):
         raise ValueError(f"model must have Mixture-of-Experts layers, got {name!r} ({config.model_type}) without any")
     model.set_experts_implementation("grouped_mm")
     return model.eval()
 
 
-def input_tokens(model: Any, name: str, text: Path, count: int) -> torch.Tensor:
-    """int64 [count]: the text under the model's own tokenizer where the folder has one, its bytes otherwise; repeated
-    until there are enough. Raises: ValueError where the text is empty or the vocabulary has fewer than 256 entries."""
+def input_tokens(model: Any, name: str, text: Path) -> torch.Tensor:
+    """int64 [n]: the whole text under the model's own tokenizer where the folder has one, its bytes otherwise.
+
+    Raises: ValueError where the text is empty or the vocabulary has fewer than 256 entries. OSError.
+    """
     content = text.read_bytes()
     if not content:
         raise ValueError(f"text must be a file with content, got the empty {text}")
@@ -93,8 +142,30 @@ def input_tokens(model: Any, name: str, text: Path, count: int) -> torch.Tensor:
         vocabulary = model.get_input_embeddings().num_embeddings
         if vocabulary < 256:
             raise ValueError(f"model must have a vocabulary of 256 or more to read bytes, got {vocabulary}")
-    tokens = torch.tensor(ids, dtype=torch.int64, device=next(model.parameters()).device)
-    return tokens.repeat(-(-count // tokens.numel()))[:count]
+    return torch.tensor(ids, dtype=torch.int64, device=next(model.parameters()).device)
+
+
+def _from_factory(name: str, device: torch.device) -> StepModel:
+    module, _, function = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), function)
+    except Exception as error:  # the module is the user's: importing it may raise anything
+        raise ValueError(
+            f"model must be a module:function to import (is its folder on PYTHONPATH?), got {name!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not callable(factory):
+        raise ValueError(f"model must be a module:function, got {name!r}, which is a {type(factory).__name__}")
+    model = factory(device)
+    methods = [member for member, value in vars(StepModel).items() if callable(value) and not member.startswith("_")]
+    missing = [m for m in StepModel.__annotations__ if not hasattr(model, m)]
+    missing += [m for m in methods if not callable(getattr(model, m, None))]
+    if missing:
+        raise ValueError(
+            f"model must be a StepModel (moetail.bench.step), got {name!r}, whose {type(model).__name__} has no "
+            f"{', '.join(missing)}"
+        )
+    return model
 
 
 def _read_config(path: Path) -> Any:

@@ -45,11 +45,11 @@ def forward(
         check_writable(json)
         with progress_bar(errors) as progress:
             task = progress.add_task(f"loading {model}", total=None)
-            loaded, tokens = bench_forward.load(model, source, cases, target)
+            loaded = bench_forward.load(model, source, cases, target)
             for one in cases:
                 progress.reset(task, description=f"{one.name}: warm-up", total=None)
                 on_round = functools.partial(show, progress, task, one.name)
-                results.append(bench_forward.run_case(loaded, model, one, tokens, chosen, rounds, on_round))
+                results.append(bench_forward.run_case(loaded, one, chosen, rounds, on_round))
     except (ValueError, OSError) as error:
         fail(errors, str(error))
     except RuntimeError as error:
