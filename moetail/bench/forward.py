@@ -1,133 +1,238 @@
 """`moetail bench forward`: a model's forward step before and after, in milliseconds, bit by bit.
 
-Two arms on the same weights and the same experts GEMM, and the first one once more as the control (A/A), interleaved
-in one process. On CUDA each arm is a captured graph, on a CPU it is eager.
+Two arms of one model on the same weights, and the first one once more as the control (A/A), interleaved in one process
+a rank. On CUDA each arm is a captured graph, on a CPU it is eager. What is compared bit by bit is what was timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moetail.bench import memory, models, stats, timing
+from moetail.bench import machine_state, memory, models, profile, profile_diff, stats, timing
 from moetail.bench.cases import Case
-from moetail.bench.step import Step, StepModel
+from moetail.bench.ranks import Ranks
+from moetail.bench.step import Step, StepModel, Tails
 
-ARMS = ("stock", "moetail")
 CONTROL = "control"
 # Measured time a case aims at, and the rounds that bound it.
 _SECONDS_PER_CASE = 40.0
 _MIN_ROUNDS, _MAX_ROUNDS = 8, 200
+# A graph may run other kernels than eager mode does (attention without a mask), but must compute the same.
+_GRAPH_RMS = 0.02
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of every case. `rounds` None: about 40 s of them. `profile_dir`: where profiles go, if wanted."""
+
+    arms: tuple[str, str]
+    rounds: int | None = None
+    routing: str = "real"
+    profile_dir: Path | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """One case. Times in microseconds; `tail` holds what one layer's tails take alone (`bench.tail.measure`)."""
+    """One case. Times in microseconds, the slowest rank's; bits summed over ranks, bytes the largest rank's.
+
+    `kernels`: how many of them a step runs, by arm. `grown`: those that take longer in our arm, for a slower case.
+    `repeat_bits`: in how many bits two runs of one arm differ. `graph_rms`: how far the graph's outputs are from those
+    of eager mode, relative; None where there is no graph.
+    """
 
     model: str
     case: str
-    arms: tuple[str, str]
+    settings: Settings
     T: int
-    K: int
-    H: int
-    dtype: str
-    weights_dtype: str
+    world_size: int
     rounds: int
     samples: dict[str, list[float]]
     peak_bytes: dict[str, int]
     ratio: stats.Interval
     aa: stats.Interval
     differing_bits: int
+    repeat_bits: int
+    graph_rms: float | None
+    tails: Tails | None
+    kernels: dict[str, int]
+    grown: tuple[profile_diff.KernelDelta, ...]
+    machine_state: dict[str, dict[str, Any]]
     verdict: stats.Verdict
-    tail: dict[str, list[float]]
-    tail_layers: int
 
     def median_us(self, arm: str) -> float:
         return float(stats.summary(self.samples[arm])["median_us"])
 
-    def tail_us(self, arm: str) -> float:
-        return float(stats.summary(self.tail[arm])["median_us"])
+    @property
+    def ceiling_us(self) -> float | None:
+        """What the tails, measured alone, allow the step to gain."""
+        return None if self.tails is None else self.tails.gain_us(*self.settings.arms)
 
     @property
-    def ceiling_us(self) -> float:
-        """What the kernels that changed, measured alone, allow the step to gain."""
-        return (self.tail_us("stock") - self.tail_us("moetail") + self.tail_us("masks")) * self.tail_layers
-
-    @property
-    def arrives(self) -> float:
+    def arrives(self) -> float | None:
         """The share of the ceiling that the step gained."""
-        gained = self.median_us("stock") - self.median_us("moetail")
-        return gained / self.ceiling_us
+        baseline, ours = self.settings.arms
+        return (self.median_us(baseline) - self.median_us(ours)) / self.ceiling_us if self.ceiling_us else None
 
     def row(self) -> dict[str, Any]:
         """This case in a record."""
+        tails = self.tails
+        facts = dict.fromkeys(("K", "H", "dtype", "weights_dtype")) if tails is None else vars(tails)
         return {
-            "model": self.model, "case": self.case, "T": self.T, "K": self.K, "H": self.H, "dtype": self.dtype,
-            "weights_dtype": self.weights_dtype, "numerics": "TRANSFORMERS", "experts_gemm": "grouped_mm",
-            "rounds": self.rounds,
+            "model": self.model, "case": self.case, "T": self.T,
+            **{name: facts[name] for name in ("K", "H", "dtype", "weights_dtype")},
+            "world_size": self.world_size, "routing": self.settings.routing, "rounds": self.rounds,
+            "l2": "as the replay before left it: arms alternate, and each step reads far more than the cache holds",
             "arms": {
                 name: {**stats.summary(values), "samples_us": [round(v, 2) for v in values],
-                       "peak_bytes": self.peak_bytes[name]}
+                       "peak_bytes": self.peak_bytes[name], "kernels": self.kernels.get(name)}
                 for name, values in self.samples.items()
             },
             "ratio": {"b_over_a": self.ratio.value, "low": self.ratio.low, "high": self.ratio.high},
             "aa": {"b_over_a": self.aa.value, "low": self.aa.low, "high": self.aa.high},
-            "differing_bits": self.differing_bits, "verdict": self.verdict.word, "why": self.verdict.why,
-            "tail": {**{name: stats.summary(values) for name, values in self.tail.items()}, "layers": self.tail_layers},
+            "differing_bits": self.differing_bits, "repeat_bits": self.repeat_bits, "graph_rms": self.graph_rms,
+            "verdict": self.verdict.word, "why": self.verdict.why,
+            "tail": None if tails is None else {
+                **{name: stats.summary(values) for name, values in tails.samples.items()}, "layers": tails.layers,
+            },
             "ceiling_us": self.ceiling_us, "arrives": self.arrives,
+            "grown": [{"kernel": d.name, "us": d.delta_us} for d in self.grown], "machine_state": self.machine_state,
         }  # fmt: skip
 
 
-def check_arms(arms: tuple[str, ...]) -> tuple[str, str]:
-    """The two arms, baseline first. Raises: ValueError where they are not two of ARMS."""
-    if len(arms) != 2 or arms[0] == arms[1] or any(arm not in ARMS for arm in arms):
-        raise ValueError(f"arms must be two of {', '.join(ARMS)}, baseline first, got {','.join(arms)!r}")
+def check_arms(arms: tuple[str, ...], model: StepModel) -> tuple[str, str]:
+    """The two arms, baseline first. Raises: ValueError where they are not two of the model's."""
+    if len(arms) != 2 or arms[0] == arms[1] or any(arm not in model.arms for arm in arms):
+        raise ValueError(f"arms must be two of {', '.join(model.arms)}, baseline first, got {','.join(arms)!r}")
     return arms[0], arms[1]
 
 
 def run_case(
-    model: StepModel, case: Case, arms: tuple[str, str], rounds: int | None,
+    model: StepModel, case: Case, settings: Settings, ranks: Ranks | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Result:  # fmt: skip
     """Measure one case. `progress(done, total)` is called after each round.
 
-    Raises: ValueError for a case that this model cannot run, before anything is timed.
+    Raises: ValueError for a case that this model cannot run, before anything is timed; RuntimeError where its outputs
+    are not finite, or a rank is lost.
     """
-    device = model.device
-    with torch.no_grad():
-        model.use(model.arms[0])
-        work = model.build(case, "real")
-        outputs, peaks = {}, {}
-        for arm in arms:
-            model.use(arm)
-            work.restore()
-            work.forward()  # compiles, loads and allocates what only a first call does
-            work.restore()
-            peaks[arm] = memory.peak_bytes(work.forward, device)
-            work.restore()
-            outputs[arm] = tuple(t.clone() for t in work.forward())
-        bits = differing_bits(outputs[arms[0]], outputs[arms[1]])
+    ranks = ranks or Ranks()
+    baseline, ours = settings.arms
+    model.use(model.arms[0])
+    work = model.build(case, settings.routing)
+    eager, peaks = {}, {}
+    for arm in settings.arms:
+        model.use(arm)
+        work.restore()
+        work.forward()  # compiles, loads and allocates what only a first call does
+        work.restore()
+        peaks[arm] = int(ranks.slowest(memory.peak_bytes(work.forward, model.device)))
+        work.restore()
+        eager[arm] = _copied(work.forward())
+    timed = {label: _arm(model, label, arm, work, ranks) for label, arm in _programs(settings.arms).items()}
+    arms = [one.arm for one in timed.values()]
 
-        programs = {**{arm: arm for arm in arms}, CONTROL: arms[0]}
-        timed = [_arm(model, label, arm, work) for label, arm in programs.items()]
-        slowest_us = timing.warm_up(timed, seconds=1.0)
-        if rounds is None:
-            rounds = int(_SECONDS_PER_CASE * 1e6 / (slowest_us * 2 * len(timed)))
-            rounds = min(max(rounds, _MIN_ROUNDS), _MAX_ROUNDS)
-        done = iter(range(1, rounds + 1))
-        samples, paired = timing.interleave(timed, rounds, lambda: progress(next(done), rounds))
-        tails = model.tails(work)
-    assert tails is not None
-    ratio, aa = (stats.paired_ratio(paired[arms[0]], paired[other]) for other in (arms[1], CONTROL))
-    return Result(
-        model.name, case.name, arms, case.num_tokens, tails.K, tails.H, tails.dtype, tails.weights_dtype, rounds,
-        samples, {**peaks, CONTROL: peaks[arms[0]]}, ratio, aa, bits, stats.judge(ratio, aa, bits), tails.samples,
-        tails.layers,
+    state = {"before": machine_state.read(model.device)}
+    slowest_us = timing.warm_up(arms, seconds=1.0, slowest=ranks.slowest)
+    rounds = settings.rounds or min(max(_rounds_for(slowest_us * 2 * len(arms)), _MIN_ROUNDS), _MAX_ROUNDS)
+    done = iter(range(1, rounds + 1))
+    samples, paired = timing.interleave(arms, rounds, lambda: progress(next(done), rounds), ranks.slowest)
+    state["after"] = machine_state.read(model.device)
+
+    outputs = {label: one.outputs() for label, one in timed.items()}
+    bits = ranks.total(differing_bits(outputs[baseline], outputs[ours]))
+    repeat = ranks.total(differing_bits(outputs[baseline], outputs[CONTROL]))
+    on_graph = model.device.type == "cuda"
+    rms = ranks.slowest(max(relative_rms(outputs[a], eager[a]) for a in settings.arms)) if on_graph else None
+    tails = model.tails(work)
+    ratio, aa = (stats.paired_ratio(paired[baseline], paired[other]) for other in (ours, CONTROL))
+    result = Result(
+        model.name, case.name, settings, case.num_tokens, ranks.world_size, rounds, samples,
+        {**peaks, CONTROL: peaks[baseline]}, ratio, aa, bits, repeat, rms, tails, {}, (), state,
+        stats.Verdict("void", "not judged yet"),
     )  # fmt: skip
+    verdict = _judge(result)
+    wanted = settings.profile_dir is not None or on_graph or verdict.word in ("slower", "implausible")
+    return _profiled(result, verdict, timed, ranks, case, model.device) if wanted else replace(result, verdict=verdict)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """An arm, its whole program, what its program does before the step, and where its last outputs are."""
+
+    arm: timing.Arm
+    prepare: Callable[[], None]
+    held: list[tuple[torch.Tensor, ...]]
+
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """Of one more run."""
+        self.arm.run()
+        return _copied(self.held[-1])
+
+
+def _programs(arms: tuple[str, str]) -> dict[str, str]:
+    return {**{arm: arm for arm in arms}, CONTROL: arms[0]}
+
+
+def _arm(model: StepModel, label: str, arm: str, work: Step, ranks: Ranks) -> _Timed:
+    held: list[tuple[torch.Tensor, ...]] = []
+
+    def forward() -> None:
+        held[:] = [work.forward()]
+
+    def prepare() -> None:
+        if model.device.type == "cpu":  # an eager arm shares the model with the others
+            model.use(arm)
+        work.restore()
+        ranks.rendezvous()
+
+    model.use(arm)
+    make = timing.cuda_graph_arm if model.device.type == "cuda" else timing.cpu_arm
+    return _Timed(make(label, forward, prepare), prepare, held)
+
+
+def _rounds_for(round_us: float) -> int:
+    return int(_SECONDS_PER_CASE * 1e6 / round_us)
+
+
+def _judge(result: Result) -> stats.Verdict:
+    if result.repeat_bits:
+        return stats.Verdict(
+            "void",
+            f"two runs of {result.settings.arms[0]} differ in {result.repeat_bits} bits: nothing to compare with",
+        )
+    if result.graph_rms is not None and result.graph_rms > _GRAPH_RMS:
+        return stats.Verdict("void", f"the graph's outputs are {result.graph_rms:.2g} (rms) off those of eager mode")
+    base_us = result.median_us(result.settings.arms[0])
+    return stats.judge(result.ratio, result.aa, result.differing_bits, base_us, result.ceiling_us)
+
+
+def _profiled(
+    result: Result, verdict: stats.Verdict, timed: dict[str, _Timed], ranks: Ranks, case: Case, device: torch.device
+) -> Result:
+    """With the kernels of both arms, and for a slower or implausible case those that made the difference."""
+    profiles, folder = {}, result.settings.profile_dir
+    for arm in result.settings.arms:
+        pre = profile.count_activities(timed[arm].prepare, device)
+        name = f"{case.name}.{arm}"
+        profiles[arm] = profile.capture(timed[arm].arm.run, name, device, 3, folder, ranks.rank, pre)
+    baseline, ours = result.settings.arms
+    kernels = {arm: profiles[arm].activities for arm in profiles}
+    grown: tuple[profile_diff.KernelDelta, ...] = ()
+    if verdict.word == "slower" and not result.differing_bits:
+        grown = profile_diff.grown(profiles[baseline], profiles[ours])[:5]
+        if grown:
+            named = ", ".join(f"{d.name} +{d.delta_us:.1f} us" for d in grown[:3])
+            verdict = replace(verdict, why=f"{verdict.why}; grown: {named}")
+    if verdict.word == "implausible":
+        shrunk = profile_diff.grown(profiles[ours], profiles[baseline])[:3]
+        named = ", ".join(f"{d.name} {d.delta_us:.1f} us" for d in shrunk)
+        verdict = replace(verdict, why=f"{verdict.why}; what went: {named or 'no kernel'}")
+    return replace(result, verdict=verdict, kernels=kernels, grown=grown)
 
 
 def differing_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> int:
@@ -141,16 +246,14 @@ def differing_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> 
     return total
 
 
-def _arm(model: StepModel, label: str, arm: str, work: Step) -> timing.Arm:
-    if model.device.type == "cuda":
-        model.use(arm)
-        return timing.cuda_graph_arm(label, work.forward, work.restore)
+def relative_rms(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> float:
+    """The largest of the outputs' root mean square differences, relative to b's."""
+    pairs = [(x.double(), y.double()) for x, y in zip(a, b, strict=True)]
+    return max(float((x - y).square().mean().sqrt() / y.square().mean().sqrt().clamp_min(1e-30)) for x, y in pairs)
 
-    def prepare() -> None:
-        model.use(arm)
-        work.restore()
 
-    return timing.cpu_arm(label, work.forward, prepare)
+def _copied(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(t.clone() for t in outputs)
 
 
 def load(name: str, text: Path, cases: list[Case], device: torch.device) -> StepModel:

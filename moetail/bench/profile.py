@@ -103,6 +103,19 @@ def capture(
     return profile
 
 
+def count_activities(program: Callable[[], object], device: torch.device) -> int:
+    """How many activities one call of a program has: the `pre_activities` of a program that it precedes."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with kineto(activities=kinds) as prof:
+        program()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    events = kineto_events(prof)
+    if device.type == "cuda":
+        return len(_device_activities(events, torch.cuda.current_device() if device.index is None else device.index))
+    return len(_operators(events))
+
+
 def replay(run: Callable[[], object], name: str, device: torch.device, replays: int = 3) -> None:
     """Call `run`. On CUDA inside cudaProfilerStart/Stop and an NVTX range "forward/<name>", for
     `nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat`.

@@ -30,7 +30,7 @@ class Ranks:
     def rendezvous(self) -> None:
         """Every rank arrives before any goes on. On CUDA a collective on the current stream, which a graph can hold."""
         if self.token is not None:
-            dist.all_reduce(self.token)
+            self._all_reduce(self.token, dist.ReduceOp.SUM)
 
     def slowest(self, value: float) -> float:
         """The maximum over ranks."""
@@ -44,8 +44,15 @@ class Ranks:
         if self.token is None:
             return value
         box = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(box, how)
+        self._all_reduce(box, how)
         return float(box)
+
+    def _all_reduce(self, box: torch.Tensor, how: dist.ReduceOp.RedOpType) -> None:
+        try:
+            dist.all_reduce(box, how)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise RuntimeError(f"rank {self.rank} lost another rank of {self.world_size}: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -26,18 +26,30 @@ def forward_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def forward_details(row: dict[str, Any]) -> str:
-    """What stands behind a case's line: why the verdict, the control, memory, and the tails measured alone."""
+    """What stands behind a case's line: why the verdict, the control, memory, kernels, and the tails measured alone."""
     a, b = _arms(row)
-    tail = {name: value["median_us"] for name, value in row["tail"].items() if name != "layers"}
     memory = " -> ".join(f"{row['arms'][arm]['peak_bytes'] / 2**20:.1f}" for arm in (a, b))
+    counts = [row["arms"][arm].get("kernels") for arm in (a, b)]
+    kernels = "" if None in counts else f", kernels a step {counts[0]} -> {counts[1]}"
+    throttled = [when for when, state in row.get("machine_state", {}).items() if state.get("throttled")]
+    hot = f" The GPU was throttled {' and '.join(throttled)} the case." if throttled else ""
+    return (
+        f"{row['case']}: {row['verdict']}; {row['why']}. {row['rounds']} rounds; {row['differing_bits']} bits differ "
+        f"in the outputs; peak memory {memory} MiB{kernels}.{hot}\n  {_tail_details(row, a, b)}"
+    )
+
+
+def _tail_details(row: dict[str, Any], a: str, b: str) -> str:
+    if row["tail"] is None:
+        return "This model measures no tail alone: what can be gained is not known, and was not checked."
+    tail = {name: value["median_us"] for name, value in row["tail"].items() if name != "layers"}
+    masks = f", masks {tail['masks']:.0f} -> 0 us" if "masks" in tail else ""
     noise_us = (row["aa"]["high"] - row["aa"]["low"]) * row["arms"][a]["median_us"]
     arrives = (
         f"{row['arrives']:.0%} of it arrived" if row["ceiling_us"] > noise_us else "less than this run can resolve"
     )
     return (
-        f"{row['case']}: {row['verdict']}; {row['why']}. {row['rounds']} rounds; {row['differing_bits']} bits differ "
-        f"in the last-token logits and final hidden states; peak memory {memory} MiB.\n"
-        f"  One layer alone: tail {tail['stock']:.0f} -> {tail['moetail']:.0f} us, masks {tail['masks']:.0f} -> 0 us; "
+        f"One layer alone: tail {tail[a]:.0f} -> {tail[b]:.0f} us{masks}; "
         f"over {row['tail']['layers']} layers {row['ceiling_us'] / 1e3:.2f} ms can be gained, {arrives}."
     )
 
@@ -90,7 +102,7 @@ def markdown_table(records: list[dict[str, Any]]) -> str:
         machine = content["machine"]
         where = machine["gpu"] or f"{machine['threads']} CPU cores"
         for row in content["rows"]:
-            a, b = (row["arms"][arm]["median_us"] / 1e3 for arm in ("stock", "moetail"))
+            a, b = (row["arms"][arm]["median_us"] / 1e3 for arm in _arms(row))
             lines.append(
                 f"| {row['model']} | {where} | {row['case']} | {row['T']} | {a:.3f} | {b:.3f} "
                 f"| {_interval(row['ratio'])} | {row['differing_bits']} | {row['verdict']} |"

@@ -1,10 +1,9 @@
-"""From the text of an argument to its value. Raises: ValueError or OSError naming the argument."""
+"""From the text of an argument to its value. Raises: ValueError naming the argument."""
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -33,25 +32,13 @@ def parse_device(text: str | None) -> torch.device:
     return torch.device(text)
 
 
-def check_writable(path: Path | None) -> None:
-    """Before anything is measured. Raises: OSError."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+def parse_verdicts(text: str) -> frozenset[str]:
+    from moetail.bench.stats import VERDICTS
 
-
-def unfinished(path: Path | None, kind: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows to go on behind, for --resume. Raises: ValueError as `record.resume` does, or without a --json."""
-    from moetail.bench import record
-
-    if path is None:
-        raise ValueError("resume must have the partial record's name in --json, got no --json")
-    return record.resume(path, kind, settings)
-
-
-def resume_hint(path: Path | None) -> str:
-    return "" if path is None else f"; the same command with --resume goes on behind the partial {path}"
+    words = frozenset(word for word in text.split(",") if word)
+    if not words <= set(VERDICTS):
+        raise ValueError(f"fail-if must be a list of {', '.join(VERDICTS)}, got {text!r}")
+    return words
 
 
 def readme_text() -> Path:

@@ -4,70 +4,100 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from moetail.cli import records
 from moetail.cli.app import FAILED, INTERRUPTED, SLOWER, bench
-from moetail.cli.arguments import check_writable, parse_device, readme_text
+from moetail.cli.arguments import parse_device, parse_verdicts, readme_text
 from moetail.cli.terminal import fail, progress_bar, show
 
 
 @bench.command()
 def forward(
-    model: Annotated[str, typer.Option(help="a built-in model, a config.json, or a folder with one")] = "glm4-moe-mini",
-    case: Annotated[list[str], typer.Option(help="NAME=[N*]Q[@K]; may be given more than once")] = ["prefill=512"],  # noqa: B006
-    arms: Annotated[str, typer.Option(help="two arms, the baseline first")] = "stock,moetail",
+    model: Annotated[
+        str, typer.Option(help="a built-in model, a config.json, a folder with one, or module:function")
+    ] = "glm4-moe-mini",
+    case: Annotated[
+        list[str] | None, typer.Option(help="NAME=REQS, a comma list of [N*]Q[@K][c][:D]; default: prefill=512")
+    ] = None,
+    shapes: Annotated[Path | None, typer.Option(help="cases from a JSON or YAML file")] = None,
+    kv_len_jitter: Annotated[float, typer.Option(help="spread of the prefix lengths, a share of them")] = 0.0,
+    routing: Annotated[str, typer.Option(help="real (the router's own) or balanced")] = "real",
+    arms: Annotated[str | None, typer.Option(help="two arms, the baseline first; default: the model's own")] = None,
     rounds: Annotated[int | None, typer.Option(min=4, help="rounds a case; default: about 40 s of them")] = None,
     text: Annotated[Path | None, typer.Option(help="a file whose bytes are the input tokens")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
+    profile_dir: Annotated[Path | None, typer.Option(help="write Perfetto traces and kernels.json here")] = None,
+    fail_if: Annotated[str, typer.Option(help="verdicts with exit code 1")] = "slower,implausible",
     json: Annotated[Path | None, typer.Option(help="write the record here")] = None,
+    resume: Annotated[bool, typer.Option(help="go on with the partial record in --json")] = False,
 ) -> None:
     """A model's forward step before and after: milliseconds, bits, and whether the difference is real.
 
-    Exit code: 0; 1 where a case is slower or a bit differs; 2 for bad input; 3 where the model itself failed.
+    Under torchrun every rank runs it; the slowest one counts. The record is written after each case, marked partial
+    until the last.
+    Exit code: 0; 1 where a case has a verdict of --fail-if; 2 for bad input; 3 where the model itself failed; 130 where
+    interrupted.
     """
     errors = Console(stderr=True)
     try:
+        from moetail.bench import cases as bench_cases
         from moetail.bench import forward as bench_forward
+        from moetail.bench import ranks as bench_ranks
         from moetail.bench import record, tables
-        from moetail.bench.cases import parse_case
     except ModuleNotFoundError as error:
         fail(errors, f"{error}; pip install 'moetail[transformers,bench,cpu]'")
-    results: list[bench_forward.Result] = []
+    rows: list[dict[str, Any]] = []
     interrupted = False
     try:
-        chosen = bench_forward.check_arms(tuple(arms.split(",")))
-        cases = [parse_case(c) for c in case]
-        target = parse_device(device)
-        source = text or readme_text()
-        check_writable(json)
-        with progress_bar(errors) as progress:
+        failing = parse_verdicts(fail_if)
+        texts = case or ([] if shapes else ["prefill=512"])
+        cases = [bench_cases.parse_case(c) for c in texts] + (bench_cases.load_shapes(shapes) if shapes else [])
+        bench_cases.check_names(cases)
+        cases = [bench_cases.jitter(one, kv_len_jitter, None) for one in cases]
+        records.check_writable(json)
+        with bench_ranks.join(parse_device(device)) as (ranks, target), progress_bar(errors, ranks.rank) as progress:
             task = progress.add_task(f"loading {model}", total=None)
-            loaded = bench_forward.load(model, source, cases, target)
-            for one in cases:
+            loaded = bench_forward.load(model, text or readme_text(), cases, target)
+            chosen = bench_forward.check_arms(tuple(arms.split(",")) if arms else loaded.arms[:2], loaded)
+            settings = bench_forward.Settings(chosen, rounds, routing, profile_dir)
+            asked = {
+                "model": model, "cases": [f"{one.name}={one}" for one in cases], "arms": list(chosen),
+                "rounds": rounds, "routing": routing, "kv_len_jitter": kv_len_jitter,
+            }  # fmt: skip
+            if resume:
+                rows = records.unfinished(json, "forward", asked)
+            for done in range(len(rows), len(cases)):
+                one = cases[done]
                 progress.reset(task, description=f"{one.name}: warm-up", total=None)
                 on_round = functools.partial(show, progress, task, one.name)
-                results.append(bench_forward.run_case(loaded, one, chosen, rounds, on_round))
+                rows.append(bench_forward.run_case(loaded, one, settings, ranks, on_round).row())
+                whole = done + 1 == len(cases)
+                if ranks.rank == 0:
+                    records.write(json, record.record("forward", rows, whole, ranks.world_size, asked))
     except (ValueError, OSError) as error:
         fail(errors, str(error))
     except RuntimeError as error:
         fail(errors, str(error), FAILED)
     except KeyboardInterrupt:
         interrupted = True
-        errors.print("interrupted: what is below is not the whole run", style="bold red")
-
-    rows = [result.row() for result in results]
-    content = record.record("forward", rows, complete=not interrupted)
-    if json is not None:
-        record.write(json, content)
-    where = content["machine"]["gpu"] or f"{content['machine']['cpu']}, {content['machine']['threads']} threads, eager"
-    out = Console()
-    out.print(tables.forward_table(rows, f"{model} on {where}; experts GEMM in both arms: torch grouped_mm"))
-    for row in rows:
-        out.print(tables.forward_details(row), highlight=False, markup=False, soft_wrap=True)
+        errors.print(f"interrupted: {len(rows)} of {len(cases)} cases are below{records.resume_hint(json)}",
+                     style="bold red")  # fmt: skip
+        if not rows:
+            raise typer.Exit(INTERRUPTED) from None
+    if ranks.rank == 0:
+        content = record.record("forward", rows, complete=not interrupted, world_size=ranks.world_size)
+        machine = content["machine"]
+        where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, eager"
+        of_ranks = f", {ranks.world_size} ranks" if ranks.world_size > 1 else ""
+        out = Console()
+        out.print(tables.forward_table(rows, f"{model} on {where}{of_ranks}; routing {routing}"))
+        for row in rows:
+            out.print(tables.forward_details(row), highlight=False, markup=False, soft_wrap=True)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
-    if any(result.verdict.word == "slower" for result in results):
+    if any(row["verdict"] in failing for row in rows):
         raise typer.Exit(SLOWER)

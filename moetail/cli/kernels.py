@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from moetail.cli.app import INTERRUPTED, SLOWER, bench
-from moetail.cli.arguments import check_writable, parse_device, parse_shape, resume_hint, unfinished
+from moetail.cli import records
+from moetail.cli.arguments import parse_device, parse_shape
 from moetail.cli.terminal import fail, progress_bar
 
 
@@ -40,8 +41,8 @@ def kernels(
     interrupted = False
     try:
         target = parse_device(device)
-        check_writable(json)
-        check_writable(svg)
+        records.check_writable(json)
+        records.check_writable(svg)
         shapes = [parse_shape(text) for text in shape] if shape else list(bench_kernels.DEFAULT)
         settings = {
             "shapes": [list(s) for s in shapes],
@@ -51,7 +52,7 @@ def kernels(
             "device": str(target),
         }
         if resume:
-            rows = unfinished(json, "kernels", settings)
+            rows = records.unfinished(json, "kernels", settings)
         runs = [(one, how, state) for how in mode.split(",") for state in l2.split(",") for one in shapes]
         with progress_bar(errors) as progress:
             task = progress.add_task("kernels", total=len(runs))
@@ -59,15 +60,14 @@ def kernels(
                 one, how, state = runs[done]
                 progress.update(task, description=f"T,K,H={one} {how} {state}", completed=done)
                 rows.append(bench_kernels.run_shape(*one, target, how, state, rounds).row())
-                if json is not None:
-                    record.write(json, record.record("kernels", rows, done + 1 == len(runs), settings=settings))
+                records.write(json, record.record("kernels", rows, done + 1 == len(runs), settings=settings))
     except (ValueError, OSError) as error:
         fail(errors, str(error))
     except RuntimeError as error:
         fail(errors, str(error), SLOWER)
     except KeyboardInterrupt:
         interrupted = True
-        errors.print(f"interrupted: {len(rows)} of {len(runs)} are below{resume_hint(json)}", style="bold red")
+        errors.print(f"interrupted: {len(rows)} of {len(runs)} are below{records.resume_hint(json)}", style="bold red")
     if svg is not None and not interrupted:
         picture.roofline(record.record("kernels", rows, complete=True), svg)
     if not rows:

@@ -28,9 +28,9 @@ def show(progress: Progress, task: TaskID, name: str, done: int, total: int) -> 
     progress.update(task, description=name, completed=done, total=total)
 
 
-def progress_bar(console: Console) -> Progress:
-    """Shown on stderr while it lasts, and gone afterwards."""
+def progress_bar(console: Console, rank: int = 0) -> Progress:
+    """Shown on stderr while it lasts, and gone afterwards; on rank 0 only."""
     return Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        console=console, transient=True,
+        console=console, transient=True, disable=rank != 0,
     )  # fmt: skip
