@@ -8,7 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetail.bench import models, tail
 from moetail.bench.cases import Case, jitter, parse_case
+from moetail.bench.routing import balanced_tables, replaced
 from moetail.bench.transformers_step import TransformersModel
+from moetail.integrations.transformers import explain
 
 _SMALL = {
     "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
@@ -135,27 +137,35 @@ def test_a_step_that_is_not_restored_does_not_run_on_old_state(model):
             step.forward()
 
 
-class Waits(TorchDispatchMode):
-    """Counts the ops that a host waits for."""
+class Ops(TorchDispatchMode):
+    """The names of the ops that run inside the block."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.seen = set()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.count += op is torch.ops.aten._local_scalar_dense.default
+        self.seen.add(op.name())
         return op(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("routing", ["real", "balanced"])
-def test_a_padded_step_waits_for_nothing(model, routing):
+def test_a_padded_step_waits_for_nothing_and_each_arm_runs_its_own_experts(model, routing):
     step = model.build(parse_case("4@20:3,4@90"), routing)
     for arm in model.arms:
         model.use(arm)
-        with Waits() as waits:
+        with Ops() as ops:
             step.restore()
             step.forward()
-        assert waits.count == 0
+        assert "aten::_local_scalar_dense" not in ops.seen  # what every .item(), bool() and tolist() ends in
+        assert ("moetail::finalize" in ops.seen) == (arm == "moetail")
+
+
+def test_balanced_routing_leaves_the_fused_tail_as_it_is(model):
+    """A hook that reads the experts' output would make it two kernels."""
+    model.use("moetail")
+    with replaced(balanced_tables(model.model, 8)):
+        assert [plan.path for plan in explain(model.model)] == ["one kernel"] * 2
 
 
 @pytest.mark.gpu
