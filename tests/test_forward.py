@@ -59,7 +59,7 @@ def test_prefill_and_decode_have_the_same_bits(config, text, tmp_path):
         assert len(row["arms"]["stock"]["samples_us"]) == 8
         assert row["arms"]["moetail"]["peak_bytes"] <= row["arms"]["stock"]["peak_bytes"]
         assert row["verdict"] in result.output
-    assert "0 bits differ" in result.output and "torch grouped_mm" in result.output
+    assert "0 bits differ" in result.output and "routing real" in result.output
 
 
 def test_a_wrong_bit_is_found_and_fails(config, text, monkeypatch):
@@ -77,9 +77,15 @@ def test_a_wrong_bit_is_found_and_fails(config, text, monkeypatch):
         (["--case", "decode=8*"], "case must be NAME="),
         (["--case", "mix=8,2*1@8"], "query lengths must be equal"),
         (["--case", "long=1@129"], "KV length must be <= the model's 128 positions, got 129"),
-        (["--arms", "stock,fused"], "arms must be two of stock, moetail"),
-        (["--arms", "stock"], "arms must be two of"),
+        (["--case", "p=8", "--arms", "stock,fused"], "arms must be two of stock, moetail"),
+        (["--case", "p=8", "--arms", "stock"], "arms must be two of"),
         (["--device", "tpu"], "device must be cpu"),
+        (["--case", "p=8", "--routing", "even"], "routing must be"),
+        (["--case", "p=8", "--case", "p=9"], "p"),
+        (["--fail-if", "slow"], "fail-if must be a list of faster, same, slower, void, implausible, got 'slow'"),
+        (["--shapes", "/nonexistent.json"], "/nonexistent.json"),
+        (["--case", "p=8", "--kv-len-jitter", "2"], "kv"),
+        (["--case", "p=8", "--resume"], "got no --json"),
         (["--case", "[/]=100000000000"], "positions, got 100000000000"),
         (["--json", "/proc/nowhere/r.json"], "/proc/nowhere"),
         (["--model", "nothing"], "model must be one of glm4-moe-mini"),
@@ -139,7 +145,7 @@ def test_each_arm_runs_its_own_experts_and_the_ratio_is_second_over_first(loaded
 
     monkeypatch.setattr(forward.timing, "cpu_arm", priced_arm)
     monkeypatch.setattr(tail, "measure", lambda *a, **k: {n: [1.0] * 4 for n in ("stock", "moetail", "masks")})
-    result = forward.run_case(loaded, parse_case("prefill=16"), arms, 4)
+    result = forward.run_case(loaded, parse_case("prefill=16"), forward.Settings(arms, rounds=4))
     assert result.median_us("stock") == 4000.0 and result.median_us("moetail") == 1000.0
     assert result.ratio.value == (0.25 if arms[0] == "stock" else 4.0)
     assert result.median_us("control") == price[IMPLEMENTATIONS[arms[0]]] and result.aa.value == 1.0

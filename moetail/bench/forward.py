@@ -128,7 +128,8 @@ def run_case(
     for arm in settings.arms:
         model.use(arm)
         work.restore()
-        work.forward()  # compiles, loads and allocates what only a first call does
+        with models.fits_in_memory(f"case {case.name}"):
+            work.forward()  # compiles, loads and allocates what only a first call does
         work.restore()
         peaks[arm] = int(ranks.slowest(memory.peak_bytes(work.forward, model.device)))
         work.restore()

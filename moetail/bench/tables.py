@@ -54,6 +54,18 @@ def _tail_details(row: dict[str, Any], a: str, b: str) -> str:
     )
 
 
+def selftest_table(rows: list[dict[str, Any]]) -> Table:
+    """One line a plant: what the gate must say of it, and what it said."""
+    table = Table(title="the gate on arms whose truth is known", title_justify="left")
+    for column in ("plant", "baseline ms", "planted ms", "ratio [95 %]", "wanted", "got"):
+        table.add_column(column, justify="right" if column.endswith("ms") else "left")
+    for row in rows:
+        times = (f"{row['arms'][arm]['median_us'] / 1e3:.3f}" for arm in _arms(row))
+        got = row["verdict"] if row["caught"] else f"{row['verdict']} (MISSED)"
+        table.add_row(row["case"], *times, _interval(row["ratio"]), row["wanted"], got)
+    return table
+
+
 def kernels_table(rows: list[dict[str, Any]]) -> Table:
     """One line a shape: ours, and how many times longer each baseline takes than ours of the same numerics."""
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from moetail.cli.app import INTERRUPTED, SLOWER, bench
 from moetail.cli import records
+from moetail.cli.app import INTERRUPTED, SLOWER, bench
 from moetail.cli.arguments import parse_device, parse_shape
 from moetail.cli.terminal import fail, progress_bar
 
