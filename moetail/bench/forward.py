@@ -38,7 +38,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """One case. Times in microseconds, the slowest rank's; bits summed over ranks, bytes the largest rank's.
+    """One case. Times in microseconds, the slowest rank's; bits summed over ranks, bytes the largest rank's (None:
+    not measured).
 
     `kernels`: how many of them a step runs, by arm. `grown`: those that take longer in our arm, for a slower case.
     `repeat_bits`: in how many bits two runs of one arm differ. `graph_rms`: how far the graph's outputs are from those
@@ -52,7 +53,7 @@ class Result:
     world_size: int
     rounds: int
     samples: dict[str, list[float]]
-    peak_bytes: dict[str, int]
+    peak_bytes: dict[str, int | None]
     ratio: stats.Interval
     aa: stats.Interval
     differing_bits: int
@@ -134,12 +135,12 @@ def run_case(
         peaks[arm] = int(ranks.slowest(memory.peak_bytes(work.forward, model.device)))
         work.restore()
         eager[arm] = _copied(work.forward())
-    timed = {label: _arm(model, label, arm, work, ranks) for label, arm in _programs(settings.arms).items()}
+    timed = {label: timed_arm(model, label, arm, work, ranks) for label, arm in _programs(settings.arms).items()}
     arms = [one.arm for one in timed.values()]
 
     state = {"before": machine_state.read(model.device)}
     slowest_us = timing.warm_up(arms, seconds=1.0, slowest=ranks.slowest)
-    rounds = settings.rounds or min(max(_rounds_for(slowest_us * 2 * len(arms)), _MIN_ROUNDS), _MAX_ROUNDS)
+    rounds = settings.rounds or default_rounds(slowest_us, len(arms))
     done = iter(range(1, rounds + 1))
     samples, paired = timing.interleave(arms, rounds, lambda: progress(next(done), rounds), ranks.slowest)
     state["after"] = machine_state.read(model.device)
@@ -156,13 +157,13 @@ def run_case(
         {**peaks, CONTROL: peaks[baseline]}, ratio, aa, bits, repeat, rms, tails, {}, (), state,
         stats.Verdict("void", "not judged yet"),
     )  # fmt: skip
-    verdict = _judge(result)
+    verdict = verdict_of(ratio, aa, bits, repeat, baseline, rms, result.median_us(baseline), result.ceiling_us)
     wanted = settings.profile_dir is not None or on_graph or verdict.word in ("slower", "implausible")
     return _profiled(result, verdict, timed, ranks, case, model.device) if wanted else replace(result, verdict=verdict)
 
 
 @dataclass(frozen=True)
-class _Timed:
+class TimedArm:
     """An arm, its whole program, what its program does before the step, and where its last outputs are."""
 
     arm: timing.Arm
@@ -179,7 +180,8 @@ def _programs(arms: tuple[str, str]) -> dict[str, str]:
     return {**{arm: arm for arm in arms}, CONTROL: arms[0]}
 
 
-def _arm(model: StepModel, label: str, arm: str, work: Step, ranks: Ranks) -> _Timed:
+def timed_arm(model: StepModel, label: str, arm: str, work: Step, ranks: Ranks) -> TimedArm:
+    """An arm of the model on this step; captured, on CUDA."""
     held: list[tuple[torch.Tensor, ...]] = []
 
     def forward() -> None:
@@ -193,27 +195,28 @@ def _arm(model: StepModel, label: str, arm: str, work: Step, ranks: Ranks) -> _T
 
     model.use(arm)
     make = timing.cuda_graph_arm if model.device.type == "cuda" else timing.cpu_arm
-    return _Timed(make(label, forward, prepare), prepare, held)
+    return TimedArm(make(label, forward, prepare), prepare, held)
 
 
-def _rounds_for(round_us: float) -> int:
-    return int(_SECONDS_PER_CASE * 1e6 / round_us)
+def default_rounds(slowest_us: float, num_arms: int) -> int:
+    """As many as take about 40 s."""
+    return min(max(int(_SECONDS_PER_CASE * 1e6 / (slowest_us * 2 * num_arms)), _MIN_ROUNDS), _MAX_ROUNDS)
 
 
-def _judge(result: Result) -> stats.Verdict:
-    if result.repeat_bits:
-        return stats.Verdict(
-            "void",
-            f"two runs of {result.settings.arms[0]} differ in {result.repeat_bits} bits: nothing to compare with",
-        )
-    if result.graph_rms is not None and result.graph_rms > _GRAPH_RMS:
-        return stats.Verdict("void", f"the graph's outputs are {result.graph_rms:.2g} (rms) off those of eager mode")
-    base_us = result.median_us(result.settings.arms[0])
-    return stats.judge(result.ratio, result.aa, result.differing_bits, base_us, result.ceiling_us)
+def verdict_of(
+    ratio: stats.Interval, aa: stats.Interval, differing_bits: int, repeat_bits: int, baseline: str,
+    graph_rms: float | None = None, baseline_us: float = 0.0, ceiling_us: float | None = None,
+) -> stats.Verdict:  # fmt: skip
+    """void where the baseline does not repeat itself or the graph computes something else; else `stats.judge`'s."""
+    if repeat_bits:
+        return stats.Verdict("void", f"two runs of {baseline} differ in {repeat_bits} bits: no bits to compare with")
+    if graph_rms is not None and graph_rms > _GRAPH_RMS:
+        return stats.Verdict("void", f"the graph's outputs are {graph_rms:.2g} (rms) off those of eager mode")
+    return stats.judge(ratio, aa, differing_bits, baseline_us, ceiling_us)
 
 
 def _profiled(
-    result: Result, verdict: stats.Verdict, timed: dict[str, _Timed], ranks: Ranks, case: Case, device: torch.device
+    result: Result, verdict: stats.Verdict, timed: dict[str, TimedArm], ranks: Ranks, case: Case, device: torch.device
 ) -> Result:
     """With the kernels of both arms, and for a slower or implausible case those that made the difference."""
     profiles, folder = {}, result.settings.profile_dir

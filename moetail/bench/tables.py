@@ -10,6 +10,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from moetail.bench.compare import Comparison
+
 _MARKED = re.compile(r"(<!-- table: (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,14 +30,15 @@ def forward_table(rows: list[dict[str, Any]], title: str) -> Table:
 def forward_details(row: dict[str, Any]) -> str:
     """What stands behind a case's line: why the verdict, the control, memory, kernels, and the tails measured alone."""
     a, b = _arms(row)
-    memory = " -> ".join(f"{row['arms'][arm]['peak_bytes'] / 2**20:.1f}" for arm in (a, b))
+    peaks = [row["arms"][arm]["peak_bytes"] for arm in (a, b)]
+    memory = "" if None in peaks else f"; peak memory {' -> '.join(f'{peak / 2**20:.1f}' for peak in peaks)} MiB"
     counts = [row["arms"][arm].get("kernels") for arm in (a, b)]
     kernels = "" if None in counts else f", kernels a step {counts[0]} -> {counts[1]}"
     throttled = [when for when, state in row.get("machine_state", {}).items() if state.get("throttled")]
     hot = f" The GPU was throttled {' and '.join(throttled)} the case." if throttled else ""
     return (
         f"{row['case']}: {row['verdict']}; {row['why']}. {row['rounds']} rounds; {row['differing_bits']} bits differ "
-        f"in the outputs; peak memory {memory} MiB{kernels}.{hot}\n  {_tail_details(row, a, b)}"
+        f"in the outputs{memory}{kernels}.{hot}\n  {_tail_details(row, a, b)}"
     )
 
 
@@ -63,6 +66,19 @@ def selftest_table(rows: list[dict[str, Any]]) -> Table:
         times = (f"{row['arms'][arm]['median_us'] / 1e3:.3f}" for arm in _arms(row))
         got = row["verdict"] if row["caught"] else f"{row['verdict']} (MISSED)"
         table.add_row(row["case"], *times, _interval(row["ratio"]), row["wanted"], got)
+    return table
+
+
+def comparison_table(found: Comparison) -> Table:
+    """One line a case: both runs' ratios and verdicts, and which is better."""
+    table = Table(title="ours / baseline in A and in B", title_justify="left")
+    for column in ("case", "A [95 %]", "B [95 %]", "verdicts", "ours ms", "B is"):
+        table.add_column(column)
+    for line in found.lines:
+        ratios = (f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in line.ratio)
+        verdicts = " -> ".join(line.verdicts) if any(line.verdicts) else "-"
+        times = "-" if line.ours_ms is None else f"{line.ours_ms[0]:.4g} -> {line.ours_ms[1]:.4g}"
+        table.add_row(escape(line.case), *ratios, verdicts, times, line.word)
     return table
 
 

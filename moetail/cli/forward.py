@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,9 +35,13 @@ def forward(
     fail_if: Annotated[str, typer.Option(help="verdicts with exit code 1")] = "slower,implausible",
     json: Annotated[Path | None, typer.Option(help="write the record here")] = None,
     resume: Annotated[bool, typer.Option(help="go on with the partial record in --json")] = False,
+    base: Annotated[
+        str | None, typer.Option(help="a commit: measure one arm there and here, instead of two arms here")
+    ] = None,
 ) -> None:
     """A model's forward step before and after: milliseconds, bits, and whether the difference is real.
 
+    With --base the arm (--arms ARM; default: the model's second) of another commit is the baseline of this tree's.
     Under torchrun every rank runs it; the slowest one counts. The record is written after each case, marked partial
     until the last.
     Exit code: 0; 1 where a case has a verdict of --fail-if; 2 for bad input; 3 where the model itself failed; 130 where
@@ -44,6 +49,7 @@ def forward(
     """
     errors = Console(stderr=True)
     try:
+        from moetail.bench import base as bench_base
         from moetail.bench import cases as bench_cases
         from moetail.bench import forward as bench_forward
         from moetail.bench import ranks as bench_ranks
@@ -59,22 +65,35 @@ def forward(
         bench_cases.check_names(cases)
         cases = [bench_cases.jitter(one, kv_len_jitter, None) for one in cases]
         records.check_writable(json)
-        with bench_ranks.join(parse_device(device)) as (ranks, target), progress_bar(errors, ranks.rank) as progress:
+        source = text or readme_text()
+        asked = {
+            "model": model, "cases": texts, "shapes": str(shapes), "arms": arms, "rounds": rounds, "routing": routing,
+            "kv_len_jitter": kv_len_jitter, "base": base,
+        }  # fmt: skip
+        if resume:
+            rows = records.unfinished(json, "forward", asked)
+        with contextlib.ExitStack() as stack:
+            ranks, target = stack.enter_context(bench_ranks.join(parse_device(device)))
+            progress = stack.enter_context(progress_bar(errors, ranks.rank))
             task = progress.add_task(f"loading {model}", total=None)
-            loaded = bench_forward.load(model, text or readme_text(), cases, target)
-            chosen = bench_forward.check_arms(tuple(arms.split(",")) if arms else loaded.arms[:2], loaded)
-            settings = bench_forward.Settings(chosen, rounds, routing, profile_dir)
-            asked = {
-                "model": model, "cases": [f"{one.name}={one}" for one in cases], "arms": list(chosen),
-                "rounds": rounds, "routing": routing, "kv_len_jitter": kv_len_jitter,
-            }  # fmt: skip
-            if resume:
-                rows = records.unfinished(json, "forward", asked)
+            if base is None:
+                loaded = bench_forward.load(model, source, cases, target)
+                chosen = bench_forward.check_arms(tuple(arms.split(",")) if arms else loaded.arms[:2], loaded)
+                settings = bench_forward.Settings(chosen, rounds, routing, profile_dir)
+            else:
+                _check_alone(ranks.world_size, shapes, kv_len_jitter, profile_dir)
+                tree = stack.enter_context(bench_base.worktree(base))
             for done in range(len(rows), len(cases)):
                 one = cases[done]
                 progress.reset(task, description=f"{one.name}: warm-up", total=None)
                 on_round = functools.partial(show, progress, task, one.name)
-                rows.append(bench_forward.run_case(loaded, one, settings, ranks, on_round).row())
+                if base is None:
+                    result = bench_forward.run_case(loaded, one, settings, ranks, on_round)
+                else:
+                    result = bench_base.run_case(
+                        tree, base, model, source, texts[done], target, arms, rounds, routing, on_round
+                    )
+                rows.append(result.row())
                 whole = done + 1 == len(cases)
                 if ranks.rank == 0:
                     records.write(json, record.record("forward", rows, whole, ranks.world_size, asked))
@@ -101,3 +120,11 @@ def forward(
         raise typer.Exit(INTERRUPTED)
     if any(row["verdict"] in failing for row in rows):
         raise typer.Exit(SLOWER)
+
+
+def _check_alone(world_size: int, shapes: Path | None, kv_len_jitter: float, profile_dir: Path | None) -> None:
+    """Raises: ValueError for what --base does not take."""
+    if world_size > 1:
+        raise ValueError(f"base must be used in one process, got {world_size} ranks")
+    if shapes is not None or kv_len_jitter or profile_dir is not None:
+        raise ValueError("base must be used without --shapes, --kv-len-jitter and --profile-dir, got one of them")
