@@ -1,6 +1,6 @@
 """Ranks of a gloo group as processes that stay: `Ranks(3).run(f, x)` calls f(group, x) on each and returns the results.
 
-They fork from a server that has imported torch and moetail once, so that a group starts in milliseconds.
+They fork from a server that has imported what the tests import once, so that a group starts in milliseconds.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch.distributed as dist
 @functools.cache
 def _context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "moetail", "moetail.testing", "numba"])
+    context.set_forkserver_preload(["pytest", "torch._dynamo.testing", "moetail.testing", "moetail.ops.finalize_cpu"])
     return context
 
 

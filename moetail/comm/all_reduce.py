@@ -96,7 +96,8 @@ def _functional(into: Callable[..., None]) -> Callable[..., torch.Tensor]:
 def _out_variant(into: Callable[..., None]) -> Callable[..., None]:
     def all_reduce_out(x, control, group, rank, world_size, max_tokens, out):  # noqa: ANN001, ANN202
         _check(x, out)
-        local._check_no_overlap(out, x, ())
+        in_place = (out.data_ptr(), out.stride()) == (x.data_ptr(), x.stride())
+        local._check_no_overlap(out, None, () if in_place else (("x", x),))
         into(x, control, group, rank, world_size, max_tokens, out)
 
     return all_reduce_out
