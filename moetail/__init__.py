@@ -1,12 +1,25 @@
 """moetail: the tail of a Mixture-of-Experts layer, as one kernel, with the same bits."""
 
 from moetail import reference
+from moetail.comm.all_reduce import all_reduce
+from moetail.comm.finalize_all_reduce import finalize_all_reduce
+from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
 
 __version__ = "0.1.0"
-__all__ = ["MoEOutput", "Numerics", "TailSpec", "UnfinalizedMoEOutput", "finalize", "reference"]
+__all__ = [
+    "MoEOutput",
+    "Numerics",
+    "TailSpec",
+    "UnfinalizedMoEOutput",
+    "Workspace",
+    "all_reduce",
+    "finalize",
+    "finalize_all_reduce",
+    "reference",
+]
 
 
 def __getattr__(name: str) -> object:

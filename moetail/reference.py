@@ -1,9 +1,13 @@
 """The torch definition of every op: what the bits must be, on any device, slowly.
 
-Each function takes the arguments of the op of the same name. The rounding points are written out, one `.to()` each.
+Each function takes the arguments of the op of the same name, a collective's those of every rank. The rounding points
+are written out, one `.to()` each.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -43,6 +47,19 @@ def finalize(
     y = routed if shared is None else _add_shared(routed, shared, shared_gate, rows.dtype, n.rounding)
     y = y.to(rows.dtype)
     return torch.where(y == 0, torch.zeros_like(y), y) if n.zero == "positive" else y
+
+
+def all_reduce(partials: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Definition of `moetail.all_reduce`: `partials` holds every rank's x [T, H], in rank order."""
+    total = partials[0].float()  # not from +0.0: a zero that is negative on every rank stays so
+    for partial in partials[1:]:
+        total = total + partial.float()
+    return total.to(partials[0].dtype)
+
+
+def finalize_all_reduce(ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """Definition of `moetail.finalize_all_reduce`: `ranks` holds every rank's arguments of `finalize`, by name."""
+    return all_reduce([finalize(**arguments) for arguments in ranks])
 
 
 def _routed_sum(

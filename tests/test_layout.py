@@ -23,10 +23,11 @@ MAY_IMPORT = {
     "conformance": {"numerics", "reference", "testing"},
     "testing": {"numerics"},
     "ops": {"numerics", "reference", "ops", "tuning"},
+    "comm": {"numerics", "reference", "ops", "tuning", "comm"},
     "integrations": {"contract", "numerics", "ops", "reference", "integrations"},
     "bench": {"numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
     "cli": {"bench", "cli", "conformance", "tuning"},
-    "__init__": {"contract", "numerics", "ops", "reference", "integrations"},
+    "__init__": {"comm", "contract", "numerics", "ops", "reference", "integrations"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
 CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance")
@@ -79,15 +80,14 @@ def test_file_budget(path):
     assert len(path.read_text().splitlines()) <= CEILING
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in (PACKAGE / "ops").glob("*.py") if p.name != "__init__.py"], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", [p for p in FILES if part(p) in ("ops", "comm") and p.stem != "__init__"],
+                         ids=lambda p: p.name)  # fmt: skip
 def test_one_string_finds_everything(path):
     op = path.stem.removesuffix("_triton").removesuffix("_cpu")
     assert (ROOT / "tests" / f"test_{op}.py").exists()
-    if op in ("finalize",):
+    if op in ("finalize", "all_reduce", "finalize_all_reduce"):
         assert re.search(rf"^def {op}\(", (PACKAGE / "reference.py").read_text(), re.MULTILINE)
-        assert f"moetail::{op}" in (PACKAGE / "ops" / f"{op}.py").read_text()
+        assert f"moetail::{op}" in (path.parent / f"{op}.py").read_text()
 
 
 def test_environment_variables():
