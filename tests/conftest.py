@@ -8,6 +8,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any test imports one
 
+# Streams that share a hardware queue wait for each other, and a virtual rank polls until another rank's kernel has run.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 # A skip is a test that did not run: this many are known. GPU tests are deselected by their marks and never skipped.
 KNOWN_SKIPS = 0
 

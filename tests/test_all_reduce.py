@@ -304,7 +304,7 @@ def test_compile_keeps_both_calls_in_order(three):
 
 def checked_op(group):
     workspace = make(group)
-    w = (workspace.control, workspace.group_name, workspace.rank, workspace.world_size, workspace.max_tokens)
+    w = (workspace.control, workspace.group_name, workspace.rank, workspace.world_size, workspace.max_tokens, False)
     x = inputs(group.rank(), 5, 0)
     torch.library.opcheck(torch.ops.moetail.all_reduce.default, (x, *w))
     torch.library.opcheck(torch.ops.moetail.all_reduce_out.default, (x, *w, torch.empty_like(x)))

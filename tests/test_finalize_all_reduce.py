@@ -237,7 +237,7 @@ def test_opcheck():
     x = arguments(0, 4)
     control = Workspace(None, 64, H, device=CPU).control
     args = (x["rows"], x["row_map"], x["weights"], x["shared"], torch.randn(4, 1).to(F16), torch.tensor([9]), 1.5,
-            Numerics.TRTLLM.spec, control, "", 0, 1, 64)  # fmt: skip
+            Numerics.TRTLLM.spec, control, "", 0, 1, 64, False)  # fmt: skip
     torch.library.opcheck(torch.ops.moetail.finalize_all_reduce.default, args)
     torch.library.opcheck(torch.ops.moetail.finalize_all_reduce_out.default, (*args, torch.empty_like(x["shared"])))
 

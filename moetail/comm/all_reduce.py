@@ -40,8 +40,8 @@ def all_reduce(x: torch.Tensor, *, workspace: Workspace, out: torch.Tensor | Non
     if w.world_size == 1:
         return x.clone(memory_format=torch.contiguous_format) if out is None else _copied(x, out)
     if out is None:
-        return _op(x, w.control, w.group_name, w.rank, w.world_size, w.max_tokens)
-    _op_out(x, w.control, w.group_name, w.rank, w.world_size, w.max_tokens, out)
+        return _op(x, w.control, w.group_name, w.rank, w.world_size, w.max_tokens, w.one_gpu)
+    _op_out(x, w.control, w.group_name, w.rank, w.world_size, w.max_tokens, w.one_gpu, out)
     return out
 
 
@@ -74,31 +74,32 @@ def _check(x: torch.Tensor, out: torch.Tensor) -> None:
         raise ValueError(f"out must be on x's device {x.device}, got {out.device}")
 
 
-def _cpu_into(x, control, group, rank, world_size, max_tokens, out):  # noqa: ANN001, ANN202
+def _cpu_into(x, control, group, rank, world_size, max_tokens, one_gpu, out):  # noqa: ANN001, ANN202
     all_reduce_cpu.launch(x, Kind.ALL_REDUCE, control, group, rank, world_size, out)
 
 
-def _cuda_into(x, control, group, rank, world_size, max_tokens, out):  # noqa: ANN001, ANN202
+def _cuda_into(x, control, group, rank, world_size, max_tokens, one_gpu, out):  # noqa: ANN001, ANN202
     from moetail.comm import finalize_all_reduce_triton
 
-    finalize_all_reduce_triton.launch_all_reduce(x, control, rank, world_size, max_tokens, out)
+    place = finalize_all_reduce_triton.Place(rank, world_size, max_tokens, one_gpu)
+    finalize_all_reduce_triton.launch_all_reduce(x, control, place, out)
 
 
 def _functional(into: Callable[..., None]) -> Callable[..., torch.Tensor]:
-    def all_reduce(x, control, group, rank, world_size, max_tokens):  # noqa: ANN001, ANN202
+    def all_reduce(x, control, group, rank, world_size, max_tokens, one_gpu):  # noqa: ANN001, ANN202
         out = _fake(x)
-        into(x, control, group, rank, world_size, max_tokens, out)
+        into(x, control, group, rank, world_size, max_tokens, one_gpu, out)
         return out
 
     return all_reduce
 
 
 def _out_variant(into: Callable[..., None]) -> Callable[..., None]:
-    def all_reduce_out(x, control, group, rank, world_size, max_tokens, out):  # noqa: ANN001, ANN202
+    def all_reduce_out(x, control, group, rank, world_size, max_tokens, one_gpu, out):  # noqa: ANN001, ANN202
         _check(x, out)
         in_place = (out.data_ptr(), out.stride()) == (x.data_ptr(), x.stride())
         local._check_no_overlap(out, None, () if in_place else (("x", x),))
-        into(x, control, group, rank, world_size, max_tokens, out)
+        into(x, control, group, rank, world_size, max_tokens, one_gpu, out)
 
     return all_reduce_out
 
@@ -109,11 +110,11 @@ def _fake(x, *_):  # noqa: ANN001, ANN002, ANN202
     return out
 
 
-def _fake_out(x, control, group, rank, world_size, max_tokens, out):  # noqa: ANN001, ANN202
+def _fake_out(x, control, group, rank, world_size, max_tokens, one_gpu, out):  # noqa: ANN001, ANN202
     _check(x, out)
 
 
-WORKSPACE_ARGS = "Tensor(a!) control, str group, int rank, int world_size, int max_tokens"
+WORKSPACE_ARGS = "Tensor(a!) control, str group, int rank, int world_size, int max_tokens, bool one_gpu"
 torch.library.define("moetail::all_reduce", f"(Tensor x, {WORKSPACE_ARGS}) -> Tensor")
 torch.library.define("moetail::all_reduce_out", f"(Tensor x, {WORKSPACE_ARGS}, Tensor(b!) out) -> ()")
 for _device, _into in (("CPU", _cpu_into), ("CUDA", _cuda_into)):

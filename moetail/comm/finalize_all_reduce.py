@@ -64,7 +64,7 @@ def finalize_all_reduce(
         raise ValueError(f"routed_scale must be a number that fp32 holds, got {routed_scale!r}")
     refuse_gradients(rows, weights, shared, shared_gate, out)
     args = (rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec,
-            w.control, w.group_name, w.rank, w.world_size, w.max_tokens)  # fmt: skip
+            w.control, w.group_name, w.rank, w.world_size, w.max_tokens, w.one_gpu)  # fmt: skip
     if out is None:
         return _op(*args)
     _op_out(*args, out)
@@ -72,20 +72,20 @@ def finalize_all_reduce(
 
 
 def _cpu_into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics,  # noqa: ANN001, ANN202
-              control, group, rank, world_size, max_tokens, out):  # fmt: skip # noqa: ANN001
+              control, group, rank, world_size, max_tokens, one_gpu, out):  # fmt: skip # noqa: ANN001
     partial = local._op(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics)
     all_reduce_cpu.launch(partial, Kind.FINALIZE_ALL_REDUCE, control, group, rank, world_size, out)
 
 
 def _cuda_into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics,  # noqa: ANN001, ANN202
-               control, group, rank, world_size, max_tokens, out):  # fmt: skip # noqa: ANN001
+               control, group, rank, world_size, max_tokens, one_gpu, out):  # fmt: skip # noqa: ANN001
     from moetail.comm import finalize_all_reduce_triton
 
     concrete = local._concrete(numerics, rows, row_map, weights)
+    place = finalize_all_reduce_triton.Place(rank, world_size, max_tokens, one_gpu)
     finalize_all_reduce_triton.launch(
-        rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, control, rank, world_size,
-        max_tokens, out,
-    )  # fmt: skip
+        rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, control, place, out
+    )
 
 
 def _functional(into: Callable[..., None]) -> Callable[..., torch.Tensor]:

@@ -150,6 +150,7 @@ class Workspace:
     control: torch.Tensor  # int64 on the device: what the ops take as Tensor(a!)
     group_name: str  # of the group that a CPU exchanges through, in `gloo_groups`
     destroyed: bool
+    one_gpu: bool  # the ranks share one GPU (`virtual`)
 
     def __init__(
         self,
@@ -203,6 +204,7 @@ class Workspace:
         for rank in range(world_size):
             workspace = Workspace.__new__(Workspace)
             workspace._own(rank, facts, device, peers, memory)  # all of it: a peer may outlive this one
+            workspace.one_gpu = True
             ranks.append(workspace)
         torch.cuda.synchronize(device)
         return ranks
@@ -211,7 +213,7 @@ class Workspace:
         self.rank, self.world_size, self.device = rank, facts.world_size, device
         self.max_tokens, self.hidden, self.dtype = facts.max_tokens, facts.hidden, facts.dtype
         self.timeout_s = facts.timeout_s
-        self.group_name, self.destroyed, self._memory = "", False, memory
+        self.group_name, self.destroyed, self.one_gpu, self._memory = "", False, False, memory
         on_gpu = device.type == "cuda"
         host_status = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
         words = [0] * PEERS + peers
@@ -291,7 +293,12 @@ def _gloo_group(group: dist.ProcessGroup, name: str, timeout_s: float) -> dist.P
 
 
 def _elements(facts: Facts) -> int:
-    return HEADER_BYTES // 2 + PHASES * facts.world_size * facts.max_tokens * facts.hidden
+    return HEADER_BYTES // 2 + PHASES * facts.world_size * facts.max_tokens * slot_stride(facts.hidden)
+
+
+def slot_stride(hidden: int) -> int:
+    """Elements from one token to the next in an inbox: rows start at 16 bytes, so that every access is that wide."""
+    return -(-hidden // 8) * 8
 
 
 def _cleared(memory: torch.Tensor) -> torch.Tensor:

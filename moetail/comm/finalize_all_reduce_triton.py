@@ -1,0 +1,269 @@
+"""finalize_all_reduce on CUDA GPUs: one Triton kernel from expert rows to the sum over ranks, [T, H] on every rank.
+
+One-shot push. A call has a number, counted on the device; its parity names one of two phases of every inbox. A program
+finalizes its tiles and stores them, rounded, into its slot of every rank's inbox (its own too). Only then does it poll
+its own inbox, tile by tile, until no element is the sentinel, adds the ranks in rank order in fp32, and stores the
+sentinel back: what is read is cleared by its only reader, so calls may change size. Two phases suffice: a rank writes
+phase p again only after it has seen every rank's push of the call between, and no rank pushes before its own earlier
+call has ended (tests/lamport_model.py walks all interleavings).
+
+Each call also pushes a header, so that ranks that do not make the same call are told, in graph replays too. A wait is
+bounded. On a fault the status word is set, for good: the output is NaN, and later calls push nothing and return NaN.
+Unicast stores only: no multicast, no remote atomics.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moetail.comm import workspace
+from moetail.comm.workspace import FaultKind, Kind
+from moetail.numerics import Numerics
+from moetail.ops.finalize_triton import Facts, _finalized, has_pdl
+
+_CALL, _OWNER, _LEFT = (tl.constexpr(word) for word in (workspace.CALL, workspace.OWNER, workspace.LEFT))
+_STATUS, _HOST_STATUS = tl.constexpr(workspace.STATUS), tl.constexpr(workspace.HOST_STATUS)
+_TIMEOUT_NS, _PEERS = tl.constexpr(workspace.TIMEOUT_NS), tl.constexpr(workspace.PEERS)
+_HEADER_BYTES, _SENTINEL = tl.constexpr(workspace.HEADER_BYTES), tl.constexpr(workspace.SENTINEL)
+_ALL_REDUCE = tl.constexpr(int(Kind.ALL_REDUCE))
+_TIMED_OUT, _DISAGREED = tl.constexpr(int(FaultKind.TIMED_OUT)), tl.constexpr(int(FaultKind.DISAGREED))
+_CONCURRENT = tl.constexpr(int(FaultKind.CONCURRENT))
+
+# What a tile of a call is: there, still expected, of another call than ours, not there in time.
+_READY, _WAITING, _WRONG, _LATE = (tl.constexpr(state) for state in range(4))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call runs: this rank among W, the tokens a slot holds, and whether the ranks share one GPU."""
+
+    rank: int
+    world_size: int
+    max_tokens: int
+    one_gpu: bool
+
+    def programs(self, device: torch.device) -> int:
+        """How many are sure to be resident at once, which a grid that polls must be: 512 threads a multiprocessor of
+        at most 128 registers each, shared with the other ranks' grids where they run on the same GPU."""
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return max(1, processors * 512 // (32 * _WARPS) // (self.world_size if self.one_gpu else 1))
+
+    def pdl(self, device: torch.device) -> bool:
+        """Not on one GPU: the next kernel of one rank, started early, would hold the place another rank waits for."""
+        return has_pdl(device) and not self.one_gpu
+
+
+# Columns and warps of a program: 8 columns a thread are the 16 bytes of one store to a peer.
+_BLOCK, _WARPS = 512, 2
+
+
+def launch(
+    rows: torch.Tensor,
+    row_map: torch.Tensor,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+    num_valid_rows: torch.Tensor | None,
+    routed_scale: float,
+    numerics: Numerics,
+    control: torch.Tensor,
+    place: Place,
+    out: torch.Tensor,
+) -> None:
+    """Write `out` [T, H]. The arguments are checked, `numerics` is concrete; T may be 0."""
+    (T, K), (R, H) = row_map.shape, rows.shape
+    facts = Facts.of(K, H, numerics, routed_scale, place.pdl(rows.device))
+    strides = (
+        rows.stride(0), *row_map.stride(), *((0, 0) if weights is None else weights.stride()),
+        0 if shared is None else shared.stride(0), 0 if shared_gate is None else shared_gate.stride(0), out.stride(0),
+    )  # fmt: skip
+    tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, out, control)
+    options = vars(facts) | {"KIND": int(Kind.FINALIZE_ALL_REDUCE)}
+    _launch(tensors, (T, R, *strides, float(routed_scale)), place, options)
+
+
+def launch_all_reduce(x: torch.Tensor, control: torch.Tensor, place: Place, out: torch.Tensor) -> None:
+    """Write `out` [T, H], the sum over ranks of each rank's x [T, H]."""
+    T, H = x.shape
+    facts = Facts.of(1, H, Numerics.TRTLLM, 1.0, place.pdl(x.device))
+    tensors = (x, None, None, None, None, None, out, control)
+    numbers = (T, T, x.stride(0), 0, 0, 0, 0, 0, 0, out.stride(0), 1.0)
+    _launch(tensors, numbers, place, vars(facts) | {"KIND": int(Kind.ALL_REDUCE)})
+
+
+def _launch(
+    tensors: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...], place: Place, options: dict[str, Any]
+) -> None:
+    control = tensors[-1]
+    assert control is not None
+    options = options | {
+        "W": place.world_size, "BLOCK": _BLOCK, "THREADS": 32 * _WARPS, "num_warps": _WARPS, "enable_fp_fusion": False,
+        "launch_pdl": options["PDL"],
+    }  # fmt: skip
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    T, _, rows_stride, *_, shared_stride, _, out_stride, _ = numbers
+    capacity = place.max_tokens * workspace.slot_stride(options["H"])
+    aligned = (rows_stride, shared_stride, out_stride, capacity)
+    _compile(control.device, dtypes, aligned, tuple(sorted(options.items())))
+    blocks = T * triton.cdiv(options["H"], _BLOCK)
+    grid = max(1, min(blocks, place.programs(control.device)))
+    with torch.cuda.device(control.device):
+        _finalize_all_reduce_kernel[(grid,)](
+            *tensors, *numbers, place.rank, capacity, **options
+        )  # fmt: skip
+
+
+@functools.cache
+def _compile(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    aligned: tuple[int, int, int, int],
+    options: tuple[tuple[str, Any], ...],
+) -> None:
+    """Compile and load: a module that is loaded while another rank's kernel polls on the same GPU waits for it.
+
+    Nothing else is specialized, so this one kernel serves every T and every rank."""
+    rows_stride, shared_stride, out_stride, capacity = aligned
+    numbers = (2, 2, rows_stride, 2, 2, 2, 2, shared_stride, 2, out_stride, 2.0, 2, capacity)
+    with torch.cuda.device(device):
+        compiled = _finalize_all_reduce_kernel.warmup(*dtypes, *numbers, grid=(1,), **dict(options))
+        compiled[(1, 1, 1)]
+
+
+@triton.jit(do_not_specialize=["T", "R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
+                               "gate_stride", "scale", "RANK"])  # fmt: skip
+def _finalize_all_reduce_kernel(
+    rows, row_map, weights, shared, gate, num_valid_rows, out, control, T, R, rows_stride, map_stride_t, map_stride_k,
+    weights_stride_t, weights_stride_k, shared_stride, gate_stride, out_stride, scale, RANK, capacity,
+    K: tl.constexpr, H: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
+    TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr,
+    BLOCK: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    columns: tl.constexpr = tl.cdiv(H, BLOCK)
+    STRIDE: tl.constexpr = tl.cdiv(H, 8) * 8  # rows of a slot start at 16 bytes
+    dtype = out.dtype.element_ty
+    capacity = capacity.to(tl.int64)
+    call = tl.load(control + _CALL)
+    phase = call % 2
+    grid_id = tl.inline_asm_elementwise("mov.u64 $0, %gridid;", "=l", [], dtype=tl.int64, is_pure=False, pack=1) + 1
+    owner = tl.atomic_cas(control + _OWNER, tl.zeros([], tl.int64), grid_id, sem="relaxed", scope="gpu")
+    alone = (owner == 0) | (owner == grid_id)
+    status = _uniform(tl.load(control + _STATUS + tl.zeros([THREADS], tl.int32), volatile=True))
+    alive = alone & (status == 0)
+    header = (call << 32) | (KIND << 24) | T
+    mine = tl.load(control + _PEERS + RANK)
+
+    # every push of this program, before its first poll
+    if (tl.program_id(0) == 0) & alive:
+        for w in tl.static_range(W):
+            peer = tl.load(control + _PEERS + w).to(tl.pointer_type(tl.int64))
+            tl.store(peer + phase * W + RANK, header)
+    limit = R
+    if num_valid_rows is not None:
+        limit = tl.minimum(R.to(tl.int64), tl.load(num_valid_rows).to(tl.int64))
+    for b in range(tl.program_id(0), T * columns, tl.num_programs(0)):
+        t = (b // columns).to(tl.int64)
+        c = b % columns * BLOCK + tl.arange(0, BLOCK)
+        here = c < H
+        if KIND == _ALL_REDUCE:
+            y = tl.load(rows + t * rows_stride + c, mask=here, other=0.0)
+        else:
+            y = _finalized(
+                rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
+                weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype, K, BLOCK, PRODUCT, GROUPS,
+                SCALE, TWO_ROUNDINGS, POSITIVE_ZERO,
+            )  # fmt: skip
+        nan = 0x7FC0 if dtype == tl.bfloat16 else 0x7E00
+        bits = tl.where(y != y, tl.full([BLOCK], nan, tl.int16), y.to(tl.int16, bitcast=True))
+        at = (phase * W + RANK) * capacity + t * STRIDE + c
+        for w in tl.static_range(W):
+            tl.store(_slot(tl.load(control + _PEERS + w), at), bits, mask=here & alive)
+
+    headers = mine.to(tl.pointer_type(tl.int64)) + phase * W
+    timeout = tl.load(control + _TIMEOUT_NS)
+    failed = tl.zeros([], tl.int32)
+    # a call without tokens still reads the headers
+    for b in range(tl.program_id(0), tl.maximum(T * columns, 1), tl.num_programs(0)):
+        t = (b // columns).to(tl.int64)
+        c = b % columns * BLOCK + tl.arange(0, BLOCK)
+        here = (c < H) & (T > 0)
+        at = phase * W * capacity + t * STRIDE + c
+        total = tl.zeros([BLOCK], tl.float32)
+        who = tl.zeros([THREADS], tl.int32)
+        since = tl.zeros([], tl.int64)
+        latest = tl.zeros([], tl.int32)
+        state = tl.where(alive & (failed == 0), _WAITING, _READY)
+        while state == _WAITING:
+            late = tl.zeros([BLOCK], tl.int32)
+            found = tl.zeros([THREADS], tl.int32)
+            for w in tl.static_range(W):
+                bits = tl.load(_slot(mine, at + w * capacity), mask=here, other=0, volatile=True)
+                head = tl.load(headers + w + tl.zeros([THREADS], tl.int32), volatile=True)
+                here_now = head >> 32 == call
+                found = tl.maximum(found, tl.where(here_now, tl.where(head == header, _READY, _WRONG), _WAITING))
+                who = tl.where(head == header, who, w)
+                late = tl.maximum(late, tl.where(bits == _SENTINEL, w + 1, 0))
+                y = bits.to(dtype, bitcast=True).to(tl.float32)
+                total = y if w == 0 else total + y
+            latest = tl.max(late)
+            state = tl.maximum(_uniform(found), tl.minimum(latest, _WAITING))
+            if state == _WAITING:
+                now = _uniform(_globaltimer(tl.arange(0, THREADS)))
+                since = tl.where(since == 0, now, since)
+                state = tl.where(now - since > timeout, _LATE, state)
+        if state != _READY:
+            failed = state
+            peer = tl.maximum(_uniform(who), latest - 1)
+            _fail(control, tl.where(state == _LATE, _TIMED_OUT, _DISAGREED).to(tl.int64), peer, call)
+        good = alive & (failed == 0)
+        y = tl.where(good, total, float("nan")).to(dtype)
+        if T > 0:
+            tl.store(out + t * out_stride + c, y, mask=here)
+        for w in tl.static_range(W):
+            tl.store(_slot(mine, at + w * capacity), tl.full([BLOCK], _SENTINEL, tl.int16), mask=here & good)
+
+    if alone:
+        if tl.atomic_add(control + _LEFT, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
+            tl.store(control + _LEFT, 0)
+            tl.store(control + _CALL, call + 1)
+            tl.store(control + _OWNER, 0)
+    else:
+        _fail(control, _CONCURRENT, RANK, call)
+
+
+@triton.jit
+def _slot(memory, at):
+    """Elements of a rank's inbox. The hint is what makes the accesses 16 bytes wide: the address was loaded."""
+    return tl.multiple_of((memory + _HEADER_BYTES).to(tl.pointer_type(tl.int16)) + at, 16)
+
+
+@triton.jit
+def _fail(control, kind, peer, call):
+    """The first fault stays: it is the cause, what follows are consequences. The host reads its copy without a sync."""
+    word = kind | (peer.to(tl.int64) << 8) | (call << 16)
+    first = tl.atomic_cas(control + _STATUS, tl.zeros([], tl.int64), word, sem="relaxed", scope="gpu")
+    if first == 0:
+        tl.store(tl.load(control + _HOST_STATUS).to(tl.pointer_type(tl.int64)), word)
+
+
+@triton.jit
+def _uniform(x):
+    """One value for the whole program from one a thread, which may differ between threads: branch on nothing less."""
+    return tl.max(x)
+
+
+@triton.jit
+def _globaltimer(lane):
+    """Nanoseconds, read by every lane."""
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer; // $1", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1
+    )  # fmt: skip

@@ -1,0 +1,254 @@
+"""The CUDA kernel on virtual ranks: W workspaces in one process on one GPU, each on a stream of its own."""
+
+import random
+import time
+
+import pytest
+import torch
+
+import moetail
+from moetail import Workspace, guards, reference
+from moetail.testing import assert_same_bits, finalize_inputs
+
+pytestmark = pytest.mark.gpu
+
+H, K, MAX_TOKENS = 1000, 6, 256  # H is no multiple of a program's columns
+TOKENS = (0, 1, 2, 15, 16, 17, 64, 128, 256)
+
+
+class Ranks:
+    """W virtual ranks: their workspaces and streams."""
+
+    def __init__(self, W, timeout_s=20.0, hidden=H):
+        self.workspaces = Workspace.virtual(W, MAX_TOKENS, hidden, timeout_s=timeout_s)
+        self.streams = [torch.cuda.Stream() for _ in range(W)]
+        for x in (inputs(0, W, hidden), inputs(1, W, hidden)):  # every kernel is loaded before any rank may poll
+            self.call(x)
+        torch.cuda.synchronize()
+
+    def call(self, x, ranks=None, op=moetail.finalize_all_reduce):
+        """The op on every rank's inputs; what is returned belongs to the rank's stream."""
+        outs = {}
+        for r in range(len(self.streams)) if ranks is None else ranks:
+            with torch.cuda.stream(self.streams[r]):
+                if op is moetail.all_reduce:
+                    outs[r] = op(x[r].shared, workspace=self.workspaces[r])
+                else:
+                    outs[r] = op(x[r].rows, x[r].row_map, x[r].weights, x[r].shared, workspace=self.workspaces[r])
+        return outs
+
+
+def inputs(T, W, hidden=H, seed=0):
+    """Each rank's own."""
+    return [finalize_inputs(T, K, hidden, absent=0.1, device="cuda", seed=100 * seed + r) for r in range(W)]
+
+
+def expected(x):
+    parts = [reference.finalize(i.rows, i.row_map, i.weights, i.shared) for i in x]
+    return reference.all_reduce(parts)
+
+
+@pytest.mark.parametrize("W", [2, 3, 4, 5, 8])
+def test_ten_thousand_calls_of_changing_size(W):  # B11, B37, B48, B50
+    ranks, draw = Ranks(W), random.Random(W)
+    pool = [inputs(T, W, seed=s) for T in TOKENS for s in range(3)]
+    wanted = [expected(x).view(torch.int16) for x in pool]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(W)]
+    torch.cuda.synchronize()
+    with guards.no_jit():
+        for call in range(10_000):
+            i = draw.randrange(len(pool))
+            late = draw.randrange(W) if draw.random() < 0.05 else None
+            for r in draw.sample(range(W), W):
+                with torch.cuda.stream(ranks.streams[r]):
+                    if r == late:
+                        torch.cuda._sleep(100_000)
+                    x = pool[i][r]
+                    if call % 7 == 0:
+                        got = moetail.all_reduce(
+                            moetail.finalize(x.rows, x.row_map, x.weights, x.shared), workspace=ranks.workspaces[r]
+                        )
+                    else:
+                        got = moetail.finalize_all_reduce(
+                            x.rows, x.row_map, x.weights, x.shared, workspace=ranks.workspaces[r]
+                        )
+                    wrong[r] += (got.view(torch.int16) != wanted[i]).sum()
+    torch.cuda.synchronize()
+    for workspace in ranks.workspaces:
+        workspace.check()
+    assert [int(w) for w in wrong] == [0] * W
+
+
+@pytest.mark.parametrize("W", [2, 3])
+def test_graphs_and_eager_calls_mixed(W):
+    ranks, draw = Ranks(W), random.Random(1)
+    pool = [inputs(T, W, seed=7) for T in (1, 17, 256)]
+    wanted = [expected(x) for x in pool]
+    torch.cuda.synchronize()
+    graphs, outs = [], []
+    for x in pool:  # a graph a size and rank, two calls in each
+        graphs.append([torch.cuda.CUDAGraph() for _ in range(W)])
+        outs.append([])
+        for r in range(W):
+            with torch.cuda.graph(graphs[-1][r], stream=ranks.streams[r]):
+                outs[-1].append([ranks.call(x, [r])[r] for _ in range(2)])
+    for _ in range(300):
+        i, graph = draw.randrange(len(pool)), draw.random() < 0.7
+        if graph:
+            for r in draw.sample(range(W), W):
+                with torch.cuda.stream(ranks.streams[r]):
+                    for out in outs[i][r]:
+                        out.fill_(float("nan"))
+                    graphs[i][r].replay()
+            got = [out for r in range(W) for out in outs[i][r]]
+        else:
+            got = list(ranks.call(pool[i]).values())
+        torch.cuda.synchronize()
+        for out in got:
+            assert_same_bits(out, wanted[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_order_zeros_and_nans(dtype):  # B38
+    W = 3
+    values = torch.tensor([[2.0**11, 1.0, -(2.0**11)], [-0.0, -0.0, -0.0], [-0.0, 0.0, -0.0], [1.0, float("nan"), 2.0],
+                           [float("inf"), 1.0, -float("inf")], [2.0**14, 2.0**-10, -(2.0**14)]])  # fmt: skip
+    x = [values[:, r].to(dtype).repeat_interleave(2).view(1, -1).cuda() for r in range(W)]
+    x[1][0, 7] = torch.tensor(-1, dtype=torch.int16).view(dtype).cuda()  # the sentinel's own bits
+    workspaces = Workspace.virtual(W, 4, 12, dtype=dtype, timeout_s=5.0)
+    streams = [torch.cuda.Stream() for _ in range(W)]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        got = []
+        for r in range(W):
+            with torch.cuda.stream(streams[r]):
+                got.append(moetail.all_reduce(x[r], workspace=workspaces[r]))
+        torch.cuda.synchronize()
+        for y in got:
+            assert_same_bits(y, reference.all_reduce(x))
+
+
+def failed(ranks, r, match):
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=match):
+        ranks.workspaces[r].check()
+
+
+def all_nan(out):
+    return bool(out.isnan().all())
+
+
+def test_a_rank_that_never_calls(capsys):
+    ranks = Ranks(2, timeout_s=0.3)
+    x = inputs(17, 2)
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    out = ranks.call(x, [0])[0]
+    failed(ranks, 0, "rank 0 waited 0.3 s for rank 1 at call 3")
+    assert 0.25 < time.monotonic() - start < 1.0 and all_nan(out)
+    start = time.monotonic()
+    out = ranks.call(x, [0])[0]  # later calls do not wait
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 0.1 and all_nan(out)
+    failed(ranks, 0, "at call 3")  # the first fault stays
+    out = ranks.call(x, [1])[1]  # late: rank 0 had pushed before it gave up, so this sum is right
+    torch.cuda.synchronize()
+    assert_same_bits(out, expected(x))
+    ranks.call(x, [1])
+    failed(ranks, 1, "rank 1 waited 0.3 s for rank 0 at call 4")
+    for workspace in ranks.workspaces:
+        workspace.destroy()
+    ranks = Ranks(2)  # the next workspace in this process works
+    assert_same_bits(ranks.call(x)[1], expected(x))
+
+
+@pytest.mark.parametrize("sizes", [(17, 16), (1, 0), (0, 256)], ids=str)
+def test_ranks_with_different_tokens(sizes):
+    ranks = Ranks(2, timeout_s=5.0)
+    x = [inputs(T, 2)[r] for r, T in enumerate(sizes)]
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    outs = ranks.call(x)
+    for r in range(2):
+        failed(ranks, r, f"rank {r} and rank {1 - r} disagree at call 3")
+    assert time.monotonic() - start < 2.0  # told by the header, not by the time-out
+    assert all(all_nan(out) for out in outs.values())
+
+
+def test_ranks_with_different_ops():
+    ranks = Ranks(2, timeout_s=5.0)
+    x = inputs(16, 2)
+    ranks.call(x, op=moetail.all_reduce)
+    torch.cuda.synchronize()
+    ranks.call(x, [0])
+    ranks.call(x, [1], op=moetail.all_reduce)
+    failed(ranks, 0, "disagree at call 4")
+    failed(ranks, 1, "disagree at call 4")
+
+
+def test_graphs_of_different_calls_disagree():
+    """Replays make no host check: the header does."""
+    ranks = Ranks(2, timeout_s=5.0)
+    graphs, pool = [], [inputs(16, 2), inputs(17, 2)]
+    torch.cuda.synchronize()
+    for r in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[r], stream=ranks.streams[r]):
+            ranks.call(pool[r], [r])
+    for r in range(2):
+        with torch.cuda.stream(ranks.streams[r]):
+            graphs[r].replay()
+    failed(ranks, 0, "disagree")
+    failed(ranks, 1, "disagree")
+
+
+def test_concurrent_use_is_refused():
+    ranks = Ranks(2, timeout_s=1.0)
+    x, other = inputs(16, 2), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    first = ranks.call(x, [0])[0]  # polls: rank 1 has not called
+    with torch.cuda.stream(other):
+        second = moetail.finalize_all_reduce(
+            x[0].rows, x[0].row_map, x[0].weights, x[0].shared, workspace=ranks.workspaces[0]
+        )
+    failed(ranks, 0, "rank 0 began call 3 inside another")
+    assert all_nan(second) and all_nan(first)
+
+
+def test_use_from_two_streams_in_order():
+    ranks = Ranks(2)
+    x = inputs(16, 2)
+    torch.cuda.synchronize()
+    ranks.call(x)
+    for r, stream in enumerate([torch.cuda.Stream(), torch.cuda.Stream()]):
+        stream.wait_stream(ranks.streams[r])
+        ranks.streams[r] = stream
+    outs = ranks.call(x)
+    torch.cuda.synchronize()
+    for r in range(2):
+        ranks.workspaces[r].check()
+        assert_same_bits(outs[r], expected(x))
+
+
+def test_a_graph_outlives_its_workspace():
+    ranks = Ranks(2)
+    x = inputs(16, 2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=ranks.streams[0]):
+        out = ranks.call(x, [0])[0]
+    control = ranks.workspaces[0].control
+    for workspace in ranks.workspaces:
+        workspace.destroy()
+    torch.cuda.empty_cache()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all_nan(out) and control is ranks.workspaces[0].control
+    with pytest.raises(RuntimeError, match="destroyed"):
+        ranks.call(x, [0])
+
+
+def test_made_inside_a_capture_is_refused():
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="before a CUDA graph capture"), torch.cuda.graph(graph):
+        Workspace.virtual(2, 4, 64)
