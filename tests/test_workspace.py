@@ -39,7 +39,9 @@ def test_what_a_timeout_says():
 
 def test_header_fields_do_not_overlap():
     assert w.header(3, w.Kind.FINALIZE_ALL_REDUCE, 5) == (3 << 32) + (2 << 24) + 5
-    assert w.header(2**31 - 1, w.Kind.FINALIZE_ALL_REDUCE, 2**24 - 1) < 2**63
+    for call in (2**31 - 1, 2**31, 2**31 + 1, 2**40):  # a server that runs for days
+        assert 0 < w.header(call, w.Kind.FINALIZE_ALL_REDUCE, 2**24 - 1) < 2**63
+        assert w.header(call, w.Kind.ALL_REDUCE, 1) != w.header(call - 2, w.Kind.ALL_REDUCE, 1)
 
 
 BAD = {
@@ -172,5 +174,5 @@ def test_refused_inside_a_capture():
     graph = torch.cuda.CUDAGraph()
     torch.zeros(1, device="cuda")
     with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match="^a Workspace must be made before a CUDA graph capture"):
+        with pytest.raises(RuntimeError, match="^a Workspace must be made and destroyed outside of a CUDA"):
             Workspace(None, 4, 16)

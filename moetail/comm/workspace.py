@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 MAX_WORLD_SIZE = 8
 PHASES = 2
@@ -41,8 +40,11 @@ class Kind(enum.IntEnum):
 
 
 def header(call: int, kind: Kind, T: int) -> int:
-    """What a rank pushes to every peer at each call. T < 2**24, call < 2**31."""
-    return call << 32 | kind << 24 | T
+    """What a rank pushes to every peer at each call; T < 2**24.
+
+    The call is counted modulo 2**31 here: 60 tails a step and 100 steps a second pass that in four days.
+    """
+    return (call & 0x7FFFFFFF) << 32 | kind << 24 | T
 
 
 class FaultKind(enum.IntEnum):
@@ -248,16 +250,18 @@ class Workspace:
     def destroy(self) -> None:
         """Give the memory back. Later calls raise; CUDA graphs that hold `control` replay to NaN and touch no peer.
 
-        Any rank, at any time: a peer that is still in a call has a fault. The object must outlive such graphs.
+        Any rank, at any time outside of a capture: a peer that is still in a call has a fault. The object must outlive
+        such graphs.
         """
         if self.destroyed:
             return
+        _refuse_capture(self.device)
         self.destroyed = True
         word = Fault(FaultKind.DESTROYED).encode()
         self.control[STATUS] = word
-        self._status[0] = word
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a kernel may still poll: its time-out bounds this
+        self._status[0] = word  # last: what such a kernel has to say is no longer of interest
         self._memory = None
 
 
@@ -266,13 +270,17 @@ def _is_int(value: object) -> bool:
 
 
 def _resolved(device: torch.device | None) -> torch.device:
-    """With its index. Refuses a capture: an allocation or a gather inside one would be replayed, or never made."""
+    """With its index, and the default where None."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
-    if device.type != "cuda":
-        return device
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a Workspace must be made before a CUDA graph capture, got one that is under way")
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    _refuse_capture(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a Workspace must be made and destroyed outside of a CUDA graph capture, got one under way")
 
 
 def _gathered(mine: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
@@ -288,6 +296,8 @@ def _gloo_group(group: dist.ProcessGroup, name: str, timeout_s: float) -> dist.P
     Not by dist.new_group: it names a subgroup after how many groups this rank knows, so a name can come twice, and two
     ranks can differ.
     """
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
     store = dist.PrefixStore(f"moetail/{name}", _get_process_group_store(group))
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout_s))
 
@@ -308,15 +318,20 @@ def _cleared(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _symmetric_memory(group: dist.ProcessGroup, facts: Facts, device: torch.device) -> tuple[list[int], Any]:
-    """The address of every rank's allocation as this rank sees it, and what keeps them mapped."""
-    import torch.distributed._symmetric_memory as symm_mem
+    """The address of every rank's allocation as this rank sees it, and what keeps them mapped.
+
+    Not from symm_mem.empty: its pool gives a destroyed workspace's memory to the next one, where a stalled peer's late
+    stores would be taken for arrived data; and torch exchanges a block once, so that ranks whose pools differ hang.
+    Memory of its own dies with its last mapping: such stores land in what nobody reads.
+    """
+    from torch.distributed import _symmetric_memory as symm_mem
 
     with torch.cuda.device(device):
-        memory = symm_mem.empty(_elements(facts), dtype=torch.int16, device=device)
+        memory = symm_mem._SymmetricMemory.empty_strided_p2p((_elements(facts),), (1,), torch.int16, device)
         handle = symm_mem.rendezvous(memory, group.group_name)
         _cleared(memory)
         torch.cuda.synchronize(device)
-    # A pool may place the tensor inside its block, and buffer_ptrs are blocks. The gather is also the barrier: no rank
-    # pushes before every rank has cleared its memory.
+    # buffer_ptrs are the blocks' and a tensor may lie inside one. The gather is also the barrier: no rank pushes before
+    # every rank has cleared its memory.
     offsets = _gathered(memory.data_ptr() - handle.buffer_ptrs[group.rank()], group, device)
     return [base + offset for base, offset in zip(handle.buffer_ptrs, offsets, strict=True)], (memory, handle)
