@@ -159,7 +159,8 @@ def _finalize_all_reduce_kernel(
     alone = (owner == 0) | (owner == grid_id)
     status = _uniform(tl.load(control + _STATUS + tl.zeros([THREADS], tl.int32), volatile=True))
     alive = alone & (status == 0)
-    header = (call << 32) | (KIND << 24) | T
+    number = call & 0x7FFFFFFF
+    header = (number << 32) | (KIND << 24) | T
     mine = tl.load(control + _PEERS + RANK)
 
     # every push of this program, before its first poll
@@ -208,8 +209,8 @@ def _finalize_all_reduce_kernel(
             for w in tl.static_range(W):
                 bits = tl.load(_slot(mine, at + w * capacity), mask=here, other=0, volatile=True)
                 head = tl.load(headers + w + tl.zeros([THREADS], tl.int32), volatile=True)
-                here_now = head >> 32 == call
-                found = tl.maximum(found, tl.where(here_now, tl.where(head == header, _READY, _WRONG), _WAITING))
+                pushed = head >> 32 == number
+                found = tl.maximum(found, tl.where(pushed, tl.where(head == header, _READY, _WRONG), _WAITING))
                 who = tl.where(head == header, who, w)
                 late = tl.maximum(late, tl.where(bits == _SENTINEL, w + 1, 0))
                 y = bits.to(dtype, bitcast=True).to(tl.float32)
