@@ -24,6 +24,8 @@ class Ranks:
         self.streams = [torch.cuda.Stream() for _ in range(W)]
         for x in (inputs(0, W, hidden), inputs(1, W, hidden)):  # every kernel is loaded before any rank may poll
             self.call(x)
+            self.call(x, op=moetail.all_reduce)
+            moetail.finalize(x[0].rows, x[0].row_map, x[0].weights, x[0].shared)
         torch.cuda.synchronize()
 
     def call(self, x, ranks=None, op=moetail.finalize_all_reduce):
@@ -144,18 +146,18 @@ def test_a_rank_that_never_calls(capsys):
     torch.cuda.synchronize()
     start = time.monotonic()
     out = ranks.call(x, [0])[0]
-    failed(ranks, 0, "rank 0 waited 0.3 s for rank 1 at call 3")
+    failed(ranks, 0, "rank 0 waited 0.3 s for rank 1 at call 5")
     assert 0.25 < time.monotonic() - start < 1.0 and all_nan(out)
     start = time.monotonic()
     out = ranks.call(x, [0])[0]  # later calls do not wait
     torch.cuda.synchronize()
     assert time.monotonic() - start < 0.1 and all_nan(out)
-    failed(ranks, 0, "at call 3")  # the first fault stays
+    failed(ranks, 0, "at call 5")  # the first fault stays
     out = ranks.call(x, [1])[1]  # late: rank 0 had pushed before it gave up, so this sum is right
     torch.cuda.synchronize()
     assert_same_bits(out, expected(x))
     ranks.call(x, [1])
-    failed(ranks, 1, "rank 1 waited 0.3 s for rank 0 at call 4")
+    failed(ranks, 1, "rank 1 waited 0.3 s for rank 0 at call 6")
     for workspace in ranks.workspaces:
         workspace.destroy()
     ranks = Ranks(2)  # the next workspace in this process works
@@ -170,7 +172,7 @@ def test_ranks_with_different_tokens(sizes):
     start = time.monotonic()
     outs = ranks.call(x)
     for r in range(2):
-        failed(ranks, r, f"rank {r} and rank {1 - r} disagree at call 3")
+        failed(ranks, r, f"rank {r} and rank {1 - r} disagree at call 5")
     assert time.monotonic() - start < 2.0  # told by the header, not by the time-out
     assert all(all_nan(out) for out in outs.values())
 
@@ -182,8 +184,8 @@ def test_ranks_with_different_ops():
     torch.cuda.synchronize()
     ranks.call(x, [0])
     ranks.call(x, [1], op=moetail.all_reduce)
-    failed(ranks, 0, "disagree at call 4")
-    failed(ranks, 1, "disagree at call 4")
+    failed(ranks, 0, "disagree at call 6")
+    failed(ranks, 1, "disagree at call 6")
 
 
 def test_graphs_of_different_calls_disagree():
@@ -211,7 +213,7 @@ def test_concurrent_use_is_refused():
         second = moetail.finalize_all_reduce(
             x[0].rows, x[0].row_map, x[0].weights, x[0].shared, workspace=ranks.workspaces[0]
         )
-    failed(ranks, 0, "rank 0 began call 3 inside another")
+    failed(ranks, 0, "rank 0 began call 5 inside another")
     assert all_nan(second) and all_nan(first)
 
 
@@ -250,5 +252,5 @@ def test_a_graph_outlives_its_workspace():
 
 def test_made_inside_a_capture_is_refused():
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="before a CUDA graph capture"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="outside of a CUDA graph capture"), torch.cuda.graph(graph):
         Workspace.virtual(2, 4, 64)
