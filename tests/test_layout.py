@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "ops": {"numerics", "reference", "ops", "tuning"},
     "comm": {"numerics", "reference", "ops", "tuning", "comm"},
     "integrations": {"contract", "numerics", "ops", "reference", "integrations"},
-    "bench": {"numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
+    "bench": {"comm", "numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
     "cli": {"bench", "cli", "conformance", "tuning"},
     "__init__": {"comm", "contract", "numerics", "ops", "reference", "integrations"},
 }

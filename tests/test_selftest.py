@@ -88,6 +88,10 @@ from moetail import cli
 from moetail.bench import timing
 if os.environ.get("KILLED") == os.environ["RANK"]:
     timing.interleave = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+if os.environ.get("WRONG") == os.environ["RANK"]:
+    from moetail.bench import collectives
+    real = collectives.finalize_all_reduce
+    collectives.finalize_all_reduce = lambda *a, **k: real(*a, **k).neg_()
 sys.exit(cli.app())
 """
 

@@ -85,7 +85,7 @@ def comparison_table(found: Comparison) -> Table:
 def kernels_table(rows: list[dict[str, Any]]) -> Table:
     """One line a shape: ours, and how many times longer each baseline takes than ours of the same numerics."""
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
-    table = Table(title="finalize + shared add, us a call; baselines as a multiple of ours", title_justify="left")
+    table = Table(title=f"{rows[0]['op']}, us a call; baselines as a multiple of ours", title_justify="left")
     for column in ("T", "K", "H", "mode", "L2", "us", "p90", "TB/s", "of copy", "A/A", *baselines):
         table.add_column(column, justify="left" if column in ("mode", "L2") else "right")
     for row in rows:

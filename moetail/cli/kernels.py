@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,19 +15,24 @@ from moetail.cli.app import INTERRUPTED, SLOWER, bench
 from moetail.cli.arguments import parse_device, parse_shape
 from moetail.cli.terminal import fail, progress_bar
 
+if TYPE_CHECKING:
+    import torch
+
 
 @bench.command()
 def kernels(
+    op: Annotated[str, typer.Option(help="finalize or finalize_all_reduce")] = "finalize",
     shape: Annotated[list[str] | None, typer.Option(help="T,K,H; may be given more than once")] = None,
     mode: Annotated[str, typer.Option(help="chained, producer, or both: chained,producer")] = "chained",
     l2: Annotated[str, typer.Option(help="the L2 cache: cold, warm or a number of input sets; a list")] = "cold",
+    ranks: Annotated[int | None, typer.Option(help="finalize_all_reduce: so many virtual ranks")] = None,
     rounds: Annotated[int, typer.Option(min=4)] = 20,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
     json: Annotated[Path | None, typer.Option(help="write the record here")] = None,
     svg: Annotated[Path | None, typer.Option(help="draw the roofline here")] = None,
     resume: Annotated[bool, typer.Option(help="go on with the partial record in --json")] = False,
 ) -> None:
-    """The finalize kernel against the ones people use today: microseconds, bandwidth, bits.
+    """The tail's kernels against the ones people use today: microseconds, bandwidth, bits.
 
     The record is written after each shape, marked partial until the last.
     Exit code: 0; 1 where our own bits fail (and then nothing is printed); 2 for bad input; 130 where interrupted.
@@ -33,34 +40,38 @@ def kernels(
 
     errors = Console(stderr=True)
     try:
+        from moetail.bench import collectives, picture, record, tables
         from moetail.bench import kernels as bench_kernels
-        from moetail.bench import picture, record, tables
+        from moetail.bench import ranks as bench_ranks
     except ModuleNotFoundError as error:
         fail(errors, f"{error}; pip install 'moetail[bench,cpu]'")
     rows: list[dict[str, Any]] = []
     interrupted = False
+    settings = {"op": op, "shape": shape, "mode": mode, "l2": l2, "ranks": ranks, "rounds": rounds}
     try:
-        target = parse_device(device)
         records.check_writable(json)
         records.check_writable(svg)
-        shapes = [parse_shape(text) for text in shape] if shape else list(bench_kernels.DEFAULT)
-        settings = {
-            "shapes": [list(s) for s in shapes],
-            "mode": mode,
-            "l2": l2,
-            "rounds": rounds,
-            "device": str(target),
-        }
-        if resume:
-            rows = records.unfinished(json, "kernels", settings)
-        runs = [(one, how, state) for how in mode.split(",") for state in l2.split(",") for one in shapes]
-        with progress_bar(errors) as progress:
+        shapes = [parse_shape(text) for text in shape or ()]
+        with bench_ranks.join(parse_device(device)) as (group, target), progress_bar(errors, group.rank) as progress:
+            if op == "finalize":
+                runs = _finalize_runs(shapes or list(bench_kernels.DEFAULT), target, mode, l2, rounds)
+            elif op == "finalize_all_reduce":
+                collectives.check_ranks(ranks, group, target)
+                runs = {
+                    str(one): functools.partial(collectives.run_shape, *one, target, group, ranks, rounds)
+                    for one in shapes or collectives.DEFAULT
+                }
+            else:
+                raise ValueError(f"op must be finalize or finalize_all_reduce, got {op!r}")
+            if resume:
+                rows = records.unfinished(json, "kernels", settings)
             task = progress.add_task("kernels", total=len(runs))
-            for done in range(len(rows), len(runs)):
-                one, how, state = runs[done]
-                progress.update(task, description=f"T,K,H={one} {how} {state}", completed=done)
-                rows.append(bench_kernels.run_shape(*one, target, how, state, rounds).row())
-                records.write(json, record.record("kernels", rows, done + 1 == len(runs), settings=settings))
+            for done, (name, measure) in list(enumerate(runs.items()))[len(rows) :]:
+                progress.update(task, description=name, completed=done)
+                rows.append(measure())
+                content = record.record("kernels", rows, done + 1 == len(runs), group.world_size, settings)
+                if group.rank == 0:
+                    records.write(json, content)
     except (ValueError, OSError) as error:
         fail(errors, str(error))
     except RuntimeError as error:
@@ -68,12 +79,31 @@ def kernels(
     except KeyboardInterrupt:
         interrupted = True
         errors.print(f"interrupted: {len(rows)} of {len(runs)} are below{records.resume_hint(json)}", style="bold red")
-    if svg is not None and not interrupted:
+    if svg is not None and not interrupted and op == "finalize":
         picture.roofline(record.record("kernels", rows, complete=True), svg)
     if not rows:
         raise typer.Exit(INTERRUPTED)
+    if group.rank != 0:
+        return
     Console(soft_wrap=True, width=None if Console().is_terminal else 240).print(tables.kernels_table(rows))
     if rows[0]["not_installed"]:
         errors.print(f"not installed here, so not compared: {', '.join(rows[0]['not_installed'])}", highlight=False)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _finalize_runs(
+    shapes: list[tuple[int, int, int]], device: torch.device, mode: str, l2: str, rounds: int
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What to measure, by what the progress bar says of it."""
+    from moetail.bench import kernels as bench_kernels
+
+    def measure(one: tuple[int, int, int], how: str, state: str) -> dict[str, Any]:
+        return bench_kernels.run_shape(*one, device, how, state, rounds).row()
+
+    return {
+        f"T,K,H={one} {how} {state}": functools.partial(measure, one, how, state)
+        for how in mode.split(",")
+        for state in l2.split(",")
+        for one in shapes
+    }
