@@ -1,6 +1,8 @@
 """The CUDA kernel on virtual ranks: W workspaces in one process on one GPU, each on a stream of its own."""
 
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -9,8 +11,6 @@ import torch
 import moetail
 from moetail import Workspace, guards, reference
 from moetail.testing import assert_same_bits, finalize_inputs
-
-pytestmark = pytest.mark.gpu
 
 H, K, MAX_TOKENS = 1000, 6, 256  # H is no multiple of a program's columns
 TOKENS = (0, 1, 2, 15, 16, 17, 64, 128, 256)
@@ -50,37 +50,78 @@ def expected(x):
     return reference.all_reduce(parts)
 
 
+class Stress:
+    """Calls of random size on every rank, each compared on the device: `wrong` counts elements, by rank."""
+
+    def __init__(self, ranks, seed):
+        self.ranks, self.W = ranks, len(ranks.streams)
+        self.draw = random.Random(seed)
+        self.pool = [inputs(T, self.W, seed=s) for T in TOKENS for s in range(3)]
+        self.wanted = [expected(x).view(torch.int16) for x in self.pool]
+        self.wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(self.W)]
+        torch.cuda.synchronize()
+
+    def plan(self, calls):
+        """(inputs, which op, the late rank or None) of each call: the same on every rank."""
+        return [
+            (self.draw.randrange(len(self.pool)), self.draw.random() < 0.15,
+             self.draw.randrange(self.W) if self.draw.random() < 0.05 else None)
+            for _ in range(calls)
+        ]  # fmt: skip
+
+    def call(self, r, i, finalized, late):
+        """On the current stream."""
+        if r == late:
+            torch.cuda._sleep(100_000)  # about 60 us
+        x, workspace = self.pool[i][r], self.ranks.workspaces[r]
+        if finalized:
+            got = moetail.all_reduce(moetail.finalize(x.rows, x.row_map, x.weights, x.shared), workspace=workspace)
+        else:
+            got = moetail.finalize_all_reduce(x.rows, x.row_map, x.weights, x.shared, workspace=workspace)
+        self.wrong[r] += (got.view(torch.int16) != self.wanted[i]).sum()
+
+    def eager(self, calls):
+        for one in self.plan(calls):
+            for r in self.draw.sample(range(self.W), self.W):
+                with torch.cuda.stream(self.ranks.streams[r]):
+                    self.call(r, *one)
+
+    def graphs(self, calls):
+        """One graph a rank, of the same calls."""
+        plan, graphs = self.plan(calls), []
+        for r in range(self.W):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[r], stream=self.ranks.streams[r]):
+                for one in plan:
+                    self.call(r, *one)
+        return graphs
+
+    def replay(self, graphs):
+        for r in self.draw.sample(range(self.W), self.W):
+            with torch.cuda.stream(self.ranks.streams[r]):
+                graphs[r].replay()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("W", [2, 3, 4, 5, 8])
 def test_ten_thousand_calls_of_changing_size(W):  # B11, B37, B48, B50
-    ranks, draw = Ranks(W), random.Random(W)
-    pool = [inputs(T, W, seed=s) for T in TOKENS for s in range(3)]
-    wanted = [expected(x).view(torch.int16) for x in pool]
-    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(W)]
-    torch.cuda.synchronize()
+    """Eager calls and two graphs of 100 calls, mixed, back to back."""
+    stress = Stress(Ranks(W), seed=W)
     with guards.no_jit():
-        for call in range(10_000):
-            i = draw.randrange(len(pool))
-            late = draw.randrange(W) if draw.random() < 0.05 else None
-            for r in draw.sample(range(W), W):
-                with torch.cuda.stream(ranks.streams[r]):
-                    if r == late:
-                        torch.cuda._sleep(100_000)
-                    x = pool[i][r]
-                    if call % 7 == 0:
-                        got = moetail.all_reduce(
-                            moetail.finalize(x.rows, x.row_map, x.weights, x.shared), workspace=ranks.workspaces[r]
-                        )
-                    else:
-                        got = moetail.finalize_all_reduce(
-                            x.rows, x.row_map, x.weights, x.shared, workspace=ranks.workspaces[r]
-                        )
-                    wrong[r] += (got.view(torch.int16) != wanted[i]).sum()
-    torch.cuda.synchronize()
-    for workspace in ranks.workspaces:
+        graphs = [stress.graphs(100), stress.graphs(100)]
+        torch.cuda.synchronize()
+        for _ in range(95):
+            stress.replay(graphs[stress.draw.randrange(2)])
+            stress.eager(6)
+        torch.cuda.synchronize()
+    for workspace in stress.ranks.workspaces:
         workspace.check()
-    assert [int(w) for w in wrong] == [0] * W
+    assert [int(w) for w in stress.wrong] == [0] * W
+    calls = int(stress.ranks.workspaces[0].control[0])
+    assert calls > 10_000, f"{calls} calls"
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("W", [2, 3])
 def test_graphs_and_eager_calls_mixed(W):
     ranks, draw = Ranks(W), random.Random(1)
@@ -110,6 +151,7 @@ def test_graphs_and_eager_calls_mixed(W):
             assert_same_bits(out, wanted[i])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_order_zeros_and_nans(dtype):  # B38
     W = 3
@@ -140,6 +182,7 @@ def all_nan(out):
     return bool(out.isnan().all())
 
 
+@pytest.mark.gpu
 def test_a_rank_that_never_calls(capsys):
     ranks = Ranks(2, timeout_s=0.3)
     x = inputs(17, 2)
@@ -164,6 +207,7 @@ def test_a_rank_that_never_calls(capsys):
     assert_same_bits(ranks.call(x)[1], expected(x))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(17, 16), (1, 0), (0, 256)], ids=str)
 def test_ranks_with_different_tokens(sizes):
     ranks = Ranks(2, timeout_s=5.0)
@@ -177,6 +221,7 @@ def test_ranks_with_different_tokens(sizes):
     assert all(all_nan(out) for out in outs.values())
 
 
+@pytest.mark.gpu
 def test_ranks_with_different_ops():
     ranks = Ranks(2, timeout_s=5.0)
     x = inputs(16, 2)
@@ -188,6 +233,7 @@ def test_ranks_with_different_ops():
     failed(ranks, 1, "disagree at call 6")
 
 
+@pytest.mark.gpu
 def test_graphs_of_different_calls_disagree():
     """Replays make no host check: the header does."""
     ranks = Ranks(2, timeout_s=5.0)
@@ -204,6 +250,7 @@ def test_graphs_of_different_calls_disagree():
     failed(ranks, 1, "disagree")
 
 
+@pytest.mark.gpu
 def test_concurrent_use_is_refused():
     ranks = Ranks(2, timeout_s=1.0)
     x, other = inputs(16, 2), torch.cuda.Stream()
@@ -217,6 +264,7 @@ def test_concurrent_use_is_refused():
     assert all_nan(second) and all_nan(first)
 
 
+@pytest.mark.gpu
 def test_use_from_two_streams_in_order():
     ranks = Ranks(2)
     x = inputs(16, 2)
@@ -232,6 +280,7 @@ def test_use_from_two_streams_in_order():
         assert_same_bits(outs[r], expected(x))
 
 
+@pytest.mark.gpu
 def test_a_graph_outlives_its_workspace():
     ranks = Ranks(2)
     x = inputs(16, 2)
@@ -250,7 +299,61 @@ def test_a_graph_outlives_its_workspace():
         ranks.call(x, [0])
 
 
+@pytest.mark.gpu
 def test_made_inside_a_capture_is_refused():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="outside of a CUDA graph capture"), torch.cuda.graph(graph):
         Workspace.virtual(2, 4, 64)
+
+
+def two_gpus(rank, folder):
+    """One of two processes: 10,000 calls of random size, one rank late, against NCCL and the reference."""
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, device_id=device)
+    workspace = Workspace(dist.group.WORLD, MAX_TOKENS, H, timeout_s=10.0)
+    draw, wrong, nccl = random.Random(5), torch.zeros((), dtype=torch.int64, device=device), 0
+    pool = [finalize_inputs(T, K, H, absent=0.1, device="cuda", seed=10 * i + rank) for i, T in enumerate(TOKENS)]
+    wanted = []
+    for x in pool:
+        partial = reference.finalize(x.rows, x.row_map, x.weights, x.shared)
+        both = [torch.empty_like(partial) for _ in range(2)]
+        dist.all_gather(both, partial)
+        wanted.append(reference.all_reduce(both).view(torch.int16))
+        dist.all_reduce(partial)
+        nccl += int((partial.view(torch.int16) != wanted[-1]).sum())
+    for _ in range(10_000):
+        i, late = draw.randrange(len(pool)), draw.random() < 0.03 and draw.randrange(2) == rank
+        if late:
+            torch.cuda._sleep(100_000)
+        x = pool[i]
+        got = moetail.finalize_all_reduce(x.rows, x.row_map, x.weights, x.shared, workspace=workspace)
+        wrong += (got.view(torch.int16) != wanted[i]).sum()
+    torch.cuda.synchronize()
+    workspace.check()
+    assert int(wrong) == 0 and nccl == 0, (int(wrong), nccl)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()  # rank 0 goes on alone
+    out = moetail.finalize_all_reduce(x.rows, x.row_map, x.weights, x.shared, workspace=workspace)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="rank 0 waited 10.0 s for rank 1"):
+        workspace.check()
+    assert all_nan(out) and time.monotonic() - start < 15
+    (folder / "seen").touch()
+    os._exit(0)
+
+
+@pytest.mark.gpu2
+def test_two_gpus(tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    both = [context.Process(target=two_gpus, args=(rank, tmp_path)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(timeout=150)
+    assert [process.exitcode for process in both] == [0, -signal.SIGKILL]
+    assert (tmp_path / "seen").exists()

@@ -2,8 +2,9 @@
 
 A config is timed between a producer and a consumer, as a model runs it: tuned on calls chained to themselves, the one
 found for T = 16, H = 5120 took 1.9 us there, and the heuristic's 1.2 (H200). Every candidate is timed in the same
-interleaved rounds as the heuristic's config, and replaces it only where the whole paired interval lies below it, so
-that tuning never picks what is slower. Bits are checked once for each candidate.
+interleaved rounds as the heuristic's config, and replaces it only where the whole paired interval lies 3 % below it, so
+that tuning never picks what is slower: of 45 shapes on an H200 16 were won by 1 to 2 %, one of them by a config that
+then ran at two speeds, 1.1 and 1.8 us. Bits are checked once for each candidate.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ CANDIDATES = tuple(
     if 2 <= block // (32 * warps) <= 32
 )
 _SETS_BYTES = 192 * 2**20
+_WORTH = 0.97
 
 
 def tune_shape(
@@ -74,7 +76,7 @@ def best_config(T: int, K: int, H: int, device: torch.device, rounds: int = 8) -
     medians = {config: stats.summary(paired[str(config)])["median_us"] for config in configs}
     best = min(configs, key=lambda config: medians[config])
     ratio = stats.paired_ratio(paired[str(guess)], paired[str(best)])
-    if best == guess or ratio.high >= 1:
+    if best == guess or ratio.high >= _WORTH:
         return guess, "the heuristic"
     order = " columns first" if best.columns_first else ""
     return best, f"{best.block}x{best.warps}{order}, {ratio} of the heuristic"
