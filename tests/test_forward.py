@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from moetail import cli
-from moetail.bench import forward, memory, models, tables, tail
+from moetail.bench import forward, memory, models, stats, tables, tail
 from moetail.bench.cases import parse_case
 from moetail.bench.transformers_step import IMPLEMENTATIONS
 from moetail.numerics import Numerics
@@ -222,3 +222,67 @@ def test_picture(tmp_path):
     picture.draw([tmp_path / "r.json"], tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert b"2.00 ms" in (tmp_path / "a.svg").read_bytes() or b"<svg" in (tmp_path / "a.svg").read_bytes()
+
+
+def test_a_case_outlives_its_profile(config, text, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("3 replays must do the same work")
+
+    monkeypatch.setattr(forward.profile, "capture", broken)
+    out = tmp_path / "r.json"
+    result = run("--model", config, "--text", text, "--case", "p=16", "--rounds", 4, "--json", out,
+                 "--profile-dir", tmp_path / "prof")  # fmt: skip
+    assert result.exit_code in (cli.OK, cli.SLOWER)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert "no profile: 3 replays must do the same work" in row["why"] and row["verdict"] in row["why"] + result.output
+
+
+def test_profiles_are_written(config, text, tmp_path):
+    folder = tmp_path / "prof"
+    result = run("--model", config, "--text", text, "--case", "d=2*1@16", "--rounds", 4, "--profile-dir", folder)
+    assert result.exit_code in (cli.OK, cli.SLOWER), result.output
+    names = {f"d.{arm}.rank0.{kind}" for arm in ("stock", "moetail") for kind in ("kernels.json", "trace.json.gz")}
+    assert {path.name for path in folder.iterdir()} == names
+    assert "kernels a step" in result.output
+
+
+def test_interrupted_and_resumed(config, text, tmp_path, monkeypatch):
+    out = tmp_path / "r.json"
+    args = ("--model", config, "--text", text, "--case", "a=8", "--case", "b=9", "--rounds", 4, "--json", out)
+    real, measured = forward.run_case, []
+
+    def once(model, case, *rest):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(case.name)
+        return real(model, case, *rest)
+
+    monkeypatch.setattr(forward, "run_case", once)
+    result = run(*args)
+    assert result.exit_code == cli.INTERRUPTED and "1 of 2 cases" in result.output and "--resume" in result.output
+    content = json.loads(out.read_text())
+    assert content["complete"] is False and [r["case"] for r in content["rows"]] == ["a"]
+    monkeypatch.setattr(forward, "run_case", real)
+    assert run(*args, "--resume").exit_code in (cli.OK, cli.SLOWER)
+    content = json.loads(out.read_text())
+    assert content["complete"] and [r["case"] for r in content["rows"]] == ["a", "b"]
+
+
+def test_a_full_disk_is_one_error_and_no_whole_record(config, text, tmp_path, monkeypatch):
+    from moetail.bench import record
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record.os, "replace", full)
+    out = tmp_path / "r.json"
+    result = run("--model", config, "--text", text, "--case", "a=8", "--rounds", 4, "--json", out)
+    assert result.exit_code == cli.FAILED
+    assert "could not be written" in " ".join(result.output.split()) and not out.exists()
+
+
+def test_fail_if(config, text, monkeypatch):
+    monkeypatch.setattr(forward.stats, "judge", lambda *a: stats.Verdict("void", "said so"))
+    args = ("--model", config, "--text", text, "--case", "a=8", "--rounds", 4)
+    assert run(*args).exit_code == cli.OK
+    assert run(*args, "--fail-if", "void").exit_code == cli.SLOWER

@@ -220,10 +220,13 @@ def _profiled(
 ) -> Result:
     """With the kernels of both arms, and for a slower or implausible case those that made the difference."""
     profiles, folder = {}, result.settings.profile_dir
-    for arm in result.settings.arms:
-        pre = profile.count_activities(timed[arm].prepare, device)
-        name = f"{case.name}.{arm}"
-        profiles[arm] = profile.capture(timed[arm].arm.run, name, device, 3, folder, ranks.rank, pre)
+    try:
+        for arm in result.settings.arms:
+            pre = profile.count_activities(timed[arm].prepare, device)
+            name = f"{case.name}.{arm}"
+            profiles[arm] = profile.capture(timed[arm].arm.run, name, device, 3, folder, ranks.rank, pre)
+    except RuntimeError as error:  # the times stand without a profile, and say that they do
+        return replace(result, verdict=replace(verdict, why=f"{verdict.why}; no profile: {error}"))
     baseline, ours = result.settings.arms
     kernels = {arm: profiles[arm].activities for arm in profiles}
     grown: tuple[profile_diff.KernelDelta, ...] = ()

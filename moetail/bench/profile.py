@@ -165,9 +165,13 @@ def summarize(activities: Iterable[Activity], replays: int, pre_activities: int 
                            "KINETO_LOG_LEVEL=0 says why")  # fmt: skip
     size = len(ordered) // replays
     runs = [ordered[at : at + size] for at in range(0, size * replays, size)] if size else []
-    counts = [Counter(a.name for a in run) for run in runs]
+    counts = [Counter(_work(a.name) for a in run) for run in runs]
     if size * replays != len(ordered) or any(count != counts[0] for count in counts):
-        raise RuntimeError(f"{replays} replays must do the same work, got {len(ordered)} activities that do not repeat")
+        odd = sorted({name for count in counts for name in (count - counts[0]) + (counts[0] - count)})
+        raise RuntimeError(
+            f"{replays} replays must do the same work, got {len(ordered)} activities that do not repeat: "
+            f"{', '.join(odd[:3]) or 'their number'}"
+        )
     if not 0 <= pre_activities < size:
         raise ValueError(f"pre_activities must be 0 or more and below a replay's {size}, got {pre_activities}")
     before = [a for run in runs for a in run[:pre_activities]]
@@ -186,6 +190,11 @@ def summarize(activities: Iterable[Activity], replays: int, pre_activities: int 
         tuple(sorted(kernels, key=lambda k: -k.us)), replays, _us(sum(a.own_ns for a in before), replays),
         size - pre_activities,
     )  # fmt: skip
+
+
+def _work(name: str) -> str:
+    """A copy or fill without the kinds of memory behind its name: one graph node was seen as (Device) and (Unknown)."""
+    return name.partition(" (")[0] if name.startswith(("Memset", "Memcpy")) else name
 
 
 def busy_ns(activities: Iterable[Activity]) -> int:
