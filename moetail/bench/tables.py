@@ -12,7 +12,7 @@ from rich.table import Table
 
 from moetail.bench.compare import Comparison
 
-_MARKED = re.compile(r"(<!-- table: (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (?P<kind>table|kernels): (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def forward_table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -135,16 +135,36 @@ def markdown_table(records: list[dict[str, Any]]) -> str:
                 f"| {row['model']} | {where} | {row['case']} | {row['T']} | {a:.3f} | {b:.3f} "
                 f"| {_interval(row['ratio'])} | {row['differing_bits']} | {row['verdict']} |"
             )
-    stamps = sorted({f"{r['machine']['date']} at {r['machine']['commit']}" for r in records})
-    return "\n".join(lines) + f"\n\nMeasured {', '.join(stamps)}.\n"
+    return "\n".join(lines) + f"\n\nMeasured {_stamps(records)}.\n"
+
+
+def kernels_markdown(records: list[dict[str, Any]]) -> str:
+    """A README's table of baselines: the smallest ratio of every one first, with where it was."""
+    ratios: dict[str, list[tuple[float, str]]] = {}
+    for row in (row for content in records for row in content["rows"]):
+        where = f"T={row['T']} K={row['K']} H={row['H']} {row['mode']}, {row['l2']} L2"
+        for name, ratio in row["ratios"].items():
+            ratios.setdefault(name, []).append((ratio["value"], where))
+    lines = ["| baseline | times ours, at least | there | at most | there |", "|---|---:|---|---:|---|"]
+    for name, found in sorted(ratios.items(), key=lambda item: min(item[1])):
+        (low, low_at), (high, high_at) = min(found), max(found)
+        lines.append(f"| {name} | {low:.2f} | {low_at} | {high:.2f} | {high_at} |")
+    gpus = sorted({content["machine"]["gpu"] for content in records})
+    return "\n".join(lines) + f"\n\nOn {', '.join(gpus)}, {_stamps(records)}.\n"
+
+
+def _stamps(records: list[dict[str, Any]]) -> str:
+    return ", ".join(sorted({f"{r['machine']['date']} at {r['machine']['commit']}" for r in records}))
 
 
 def with_tables(readme: str, root: Path) -> str:
-    """The text with every block `<!-- table: FILE ... -->` to `<!-- end -->` made anew from its records."""
+    """The text with every block `<!-- table: FILE ... -->` (forward) or `<!-- kernels: FILE ... -->`, to
+    `<!-- end -->`, made anew from its records."""
 
     def fill(match: re.Match[str]) -> str:
         records = [json.loads((root / name).read_text()) for name in match["files"].split()]
-        return f"{match[1]}{markdown_table(records)}{match[3]}"
+        table = markdown_table(records) if match["kind"] == "table" else kernels_markdown(records)
+        return f"{match[1]}{table}{match[4]}"
 
     return _MARKED.sub(fill, readme)
 
