@@ -60,9 +60,10 @@ class UnfinalizedMoEOutput:
         inputs = (self.rows, self.row_map, self.weights, shared, None, self.num_valid_rows, tail.routed_scale,
                   tail.numerics.spec)  # fmt: skip
         w = tail.workspace
+        if w is not None:
+            w.admit("rows", self.rows, self.num_tokens)
         if w is None or w.world_size == 1:
             return torch.ops.moetail.finalize(*inputs)
-        w.admit("rows", self.rows, self.num_tokens)
         if torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (self.rows, self.weights, shared)
         ):

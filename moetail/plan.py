@@ -217,11 +217,10 @@ def _ranges(layer: LayerFacts, after: LayerFacts | None, world: WorldFacts) -> t
     intervals: list[Measured | Covered] = [*layer.measured, *layer.coverage]
     for interval in intervals:
         starts |= {interval.min_T, interval.max_T + 1}
-    # From 1: an empty call goes where a call of one token goes, so no boundary may part 0 from 1.
-    cuts = sorted(T for T in starts - {1} if world.max_tokens >= T)
+    cuts = sorted(T for T in starts if world.max_tokens >= T)
     ranges: list[Range] = []
     for first, beyond in zip(cuts, [*cuts[1:], world.max_tokens + 1], strict=True):
-        place, reason = _decide(layer, after, world, max(first, 1))
+        place, reason = _decide(layer, after, world, max(first, 1))  # an empty call goes where one token goes
         if ranges and (ranges[-1].place, ranges[-1].reason) == (place, reason):
             ranges[-1] = replace(ranges[-1], max_T=beyond - 1)
         else:

@@ -90,8 +90,12 @@ def test_a_workspace_is_one(output):
     with pytest.raises(ValueError, match="^workspace must be a moetail.Workspace or None, got str"):
         TailSpec(workspace="tp")
     one = Workspace(None, max_tokens=4, hidden=32, device=torch.device("cpu"))
-    r = output.routed
-    assert_same_bits(MoEOutput(r, output.shared, TailSpec(Numerics.TRTLLM, 2.5, one)).complete(), output.complete())
+    r, tail = output.routed, TailSpec(Numerics.TRTLLM, 2.5, one)
+    assert_same_bits(MoEOutput(r, output.shared, tail).complete(), output.complete())
+    assert MoEOutput(r, output.shared.clone().requires_grad_(), tail).complete().requires_grad
+    one.destroy()
+    with pytest.raises(RuntimeError, match="is destroyed"):
+        MoEOutput(r, output.shared, tail).complete()
 
 
 def test_complete_runs_once(output, monkeypatch):

@@ -86,6 +86,10 @@ TABLE = {
         model(at=0, experts_max_tokens=64), WORLD, 0,
         [*PASSED_ON[:1], (17, 64, HERE, R.ABOVE_LIMIT), (65, 100, EXPERTS, R.SEVERAL_LAUNCHES)],
     ),
+    "several launches just above the limit": (
+        [replace(model()[0], experts_max_tokens=64), replace(model()[1], boundary_max_tokens=63)], WORLD, 0,
+        [(0, 63, NEXT, R.NEXT_TAKES_IT), (64, 64, HERE, R.ABOVE_LIMIT), (65, 100, EXPERTS, R.SEVERAL_LAUNCHES)],
+    ),
     "several launches below the limit": (
         model(at=0, experts_max_tokens=8), WORLD, 0,
         [(0, 8, NEXT, R.NEXT_TAKES_IT), (9, 100, EXPERTS, R.SEVERAL_LAUNCHES)],
@@ -244,6 +248,7 @@ def test_stages_of_equal_length():
     facts = ModelFacts("m", tuple(model(7)), K=2, H=8)
     assert facts.stage_starts(1) == (0,) and facts.stage_starts(3) == (0, 2, 4)
     assert facts.stage_starts(7) == tuple(range(7))
+    assert ModelFacts("m", tuple(drafted(7)), K=2, H=8).stage_starts(3) == (0, 2, 4)  # the drafter is no stage
     for pp in (0, 8):
         with pytest.raises(ValueError, match="^pp must be from 1 to the 7 layers"):
             facts.stage_starts(pp)
