@@ -91,6 +91,8 @@ def test_families_have_their_own_facts():
     assert [layer.is_moe for layer in sparse] == [False, True, False, True]
     llama4 = layers("llama4_text", num_hidden_layers=2)  # weights on the experts' input, in a class of its own
     assert [(layer.is_moe, layer.can_stop) for layer in llama4] == [(True, False), (True, False)]
+    double = layers("longcat_flash", num_layers=3)  # two attentions a layer, so num_hidden_layers is 6
+    assert [layer.is_moe for layer in double] == [True] * 3
     latent = layers("nemotron_h", moe_latent_size=64)
     assert {layer.routed_scale for layer in latent if layer.is_moe} == {RoutedScale.RUNNER}
 

@@ -16,7 +16,7 @@ from moetail.integrations.transformers import has_shared_experts, is_transformed
 from moetail.models import ModelFacts
 from moetail.plan import LayerFacts, RoutedScale
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?P<stack>\D+)\.(?P<index>\d+)\.")  # model.layers.3.mlp.experts
 
 
 def from_config(name: str, config: Any) -> ModelFacts:
@@ -32,15 +32,14 @@ def from_config(name: str, config: Any) -> ModelFacts:
     except Exception as error:  # a model class may raise anything at values it does not like
         raise ValueError(f"model must make a causal language model, got {name!r}: {error}") from error
     text = config.get_text_config()
-    experts: dict[int, bool] = {}
+    stack = ""
+    experts: dict[int, bool] = {}  # whether a layer's experts are of transformers' experts interface
     for path, module in model.named_modules():
-        layer = _LAYER.search(path)
-        if layer is None:
-            continue
-        if hasattr(module, "_apply_gate"):
-            experts[int(layer[1])] = True
-        elif path.endswith(".experts"):
-            experts.setdefault(int(layer[1]), False)
+        layer = _LAYER.match(path)
+        if layer is not None and (hasattr(module, "_apply_gate") or path.endswith(".experts")):
+            stack = layer["stack"]
+            index = int(layer["index"])
+            experts[index] = experts.get(index, False) or hasattr(module, "_apply_gate")
     if not experts:
         raise ValueError(f"model must have Mixture-of-Experts layers, got {name!r} ({config.model_type}) without any")
     scale = RoutedScale.RUNNER if is_transformed(text) else RoutedScale.WEIGHTS
@@ -48,6 +47,6 @@ def from_config(name: str, config: Any) -> ModelFacts:
         LayerFacts(index, can_stop=experts[index], has_shared_experts=has_shared_experts(text), routed_scale=scale)
         if index in experts
         else LayerFacts(index, is_moe=False)
-        for index in range(text.num_hidden_layers)
+        for index in range(len(model.get_submodule(stack)))
     )
     return ModelFacts(name, layers, top_k(config), text.hidden_size)
