@@ -19,18 +19,20 @@ MAY_IMPORT = {
     "guards": set(),
     "contract": {"numerics"},
     "tuning": set(),
+    "plan": set(),
+    "models": {"models", "plan"},
     "reference": {"numerics"},
     "conformance": {"numerics", "reference", "testing"},
     "testing": {"numerics"},
     "ops": {"numerics", "reference", "ops", "tuning"},
     "comm": {"numerics", "reference", "ops", "tuning", "comm"},
-    "integrations": {"contract", "numerics", "ops", "reference", "integrations"},
+    "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
     "bench": {"comm", "numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
-    "cli": {"bench", "cli", "conformance", "tuning"},
-    "__init__": {"comm", "contract", "numerics", "ops", "reference", "integrations"},
+    "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
+    "__init__": {"comm", "contract", "numerics", "ops", "plan", "reference", "integrations"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
-CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance")
+CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance", "plan", "models")
 
 
 def part(path):
