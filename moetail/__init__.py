@@ -7,6 +7,7 @@ from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
+from moetail.ops.finalize_norm import finalize_norm
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "all_reduce",
     "finalize",
     "finalize_all_reduce",
+    "finalize_norm",
     "reference",
 ]
 
