@@ -78,6 +78,7 @@ CASES = {
     "one-rounding": ({"T": 3, "K": 6, "H": 96}, {"numerics": Numerics.SINGLE_ROUNDING, "routed_scale": 1.7}),
     "transformers": ({"T": 3, "K": 6, "H": 288, "weights_dtype": BF16}, {"numerics": Numerics.TRANSFORMERS}),
     "flashinfer": ({"T": 3, "K": 9, "H": 96}, {"numerics": Numerics.FLASHINFER}),
+    "widest": ({"T": 1, "K": 2, "H": 16384}, {}),
     "one-column": ({"T": 3, "K": 2, "H": 1}, {}),
 }
 
@@ -172,16 +173,6 @@ def test_infinities_and_nans_stay_in_their_row(run):
     h, _ = run.check(*args, **named)
     assert torch.isfinite(h[0]).all() and torch.isfinite(h[3]).all() and torch.isnan(h[2]).all()
     assert torch.isnan(h[1, 5]) and (h[1, torch.arange(96) != 5] == 0).all()
-
-
-def test_an_infinite_weight_does_not_reach_past_the_row(run):
-    """Beyond H a kernel's lanes hold 0 * inf = NaN: they must not enter the sum."""
-    args, named = arguments(2, 3, 96, device=run.device)
-    args[2][1, 1] = float("inf")
-    run.check(*args, **named)
-    rows = args[0].clone()
-    rows[args[1][1, 1].long()] = 0.0  # now NaN in every column
-    run.check(rows, *args[1:], **named)
 
 
 def test_signed_zeros(run):

@@ -30,7 +30,7 @@ def _residual_norm(y, residual, weight, post_weight, here, eps, H: tl.constexpr,
 @triton.jit
 def _rms_norm(x, weight, here, eps, H: tl.constexpr, ZERO_CENTRED: tl.constexpr):
     """fp32 [BLOCK], not yet rounded to the rows' dtype; x is fp32."""
-    x = tl.where(here, x, 0.0)  # beyond H even a masked load can have become NaN: 0 times an infinite weight
+    x = tl.where(here, x, 0.0)  # beyond H a caller's lanes may hold anything: what was never sent, 0 times infinity
     largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=0)
     scale = ((276 - tl.maximum(largest >> 23, 89)) << 23).to(tl.float32, bitcast=True)
     x = x * scale
