@@ -51,8 +51,8 @@ for K, H, sandwich in ((6, 5120, False), (6, 5120, True), (8, 7168, False), (10,
             local=int(re.search(r"LOCAL:(\\d+)", usage)[1]), threads=32 * config.warps,
             vectors=len(re.findall(r"ld\\.global(?:\\.\\w+)*\\.v4\\.b32", ptx)) * 4
             + len(re.findall(r"ld\\.global(?:\\.\\w+)*\\.v2\\.b32", ptx)) * 2,
-            fma=ptx.count("fma.rn.f32"), elements=constants["BLOCK"] // (32 * config.warps), K=K, H=H, sandwich=sandwich,
-            roots=re.findall(r"(?:sqrt|rsqrt|div|rcp)\\.[a-z.]*f32", ptx),
+            fma=ptx.count("fma.rn.f32"), elements=constants["BLOCK"] // (32 * config.warps), K=K, H=H,
+            sandwich=sandwich, roots=re.findall(r"(?:sqrt|rsqrt|div|rcp)\\.[a-z.]*f32", ptx),
             doubles=ptx.count(".f64"), before_the_wait=len(re.findall(
                 r"(?:ld|st)\\.global", ptx[: ptx.index("griddepcontrol.wait")])))
 print(json.dumps(results))

@@ -28,8 +28,8 @@ class FinalizeNormConfig:
     warps: int
 
 
-# Least T, and the 16-bit elements of a row that a thread holds (8 are one 16-byte load). Few tokens need each program to
-# be fast; many need several on a multiprocessor: at H 5120 the registers of sm_90 hold one program of 32 warps (8
+# Least T, and the 16-bit elements of a row that a thread holds (8 are one 16-byte load). Few tokens need each program
+# to be fast; many need several on a multiprocessor: at H 5120 the registers of sm_90 hold one program of 32 warps (8
 # elements), two of 16, three of 8 (32 elements) and four of 4 (Triton 3.6). Not yet timed.
 _ELEMENTS_A_THREAD = ((0, 8), (256, 32))
 
