@@ -98,7 +98,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centred:
     the infinity and zeros elsewhere; a row with a NaN is NaN.
     """
     x32, one = x.float(), torch.ones((), device=x.device)
-    largest = x32.abs().view(torch.int32).amax(-1, keepdim=True)  # fp32 >= 0 are ordered as their bits are
+    largest = (x32.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)  # |fp32| are ordered as their bits are
     scale = ((276 - (largest >> 23).clamp(min=89)) << 23).view(torch.float32)  # 2**23 / the power of two above largest
     scaled = x32 * scale
     # In [2**23, 2**24] neighbouring fp32 are integers, and their bits count them: the addition rounds.

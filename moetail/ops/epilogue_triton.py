@@ -31,7 +31,7 @@ def _residual_norm(y, residual, weight, post_weight, here, eps, H: tl.constexpr,
 def _rms_norm(x, weight, here, eps, H: tl.constexpr, ZERO_CENTRED: tl.constexpr):
     """fp32 [BLOCK], not yet rounded to the rows' dtype; x is fp32."""
     x = tl.where(here, x, 0.0)  # beyond H a caller's lanes may hold anything: what was never sent, 0 times infinity
-    largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=0)
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # PTX's abs may keep the sign of a NaN
     scale = ((276 - tl.maximum(largest >> 23, 89)) << 23).to(tl.float32, bitcast=True)
     x = x * scale
     q = ((tl.abs(x) + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000).to(tl.int64)

@@ -134,7 +134,7 @@ def _rms_norm(v, factor, eps, H):  # noqa: ANN001, ANN202
     """In place, not yet rounded to the rows' dtype: `reference.rms_norm`, which gives the reasons."""
     largest = 0
     for c in range(H):
-        largest = max(largest, _bits_of_float(abs(v[c])))
+        largest = max(largest, _bits_of_float(v[c]) & 0x7FFFFFFF)
     scale = _float_of_bits((276 - max(largest >> 23, 89)) << 23)
     total = 0
     for c in range(H):
