@@ -7,6 +7,7 @@ from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
+from moetail.ops.finalize_norm import finalize_norm
 from moetail.plan import plan_tails
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "all_reduce",
     "finalize",
     "finalize_all_reduce",
+    "finalize_norm",
     "plan_tails",
     "reference",
 ]

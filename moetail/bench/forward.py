@@ -24,6 +24,7 @@ _SECONDS_PER_CASE = 40.0
 _MIN_ROUNDS, _MAX_ROUNDS = 8, 200
 # A graph may run other kernels than eager mode does (attention without a mask), but must compute the same.
 _GRAPH_RMS = 0.02
+_REPLAYS = 5  # of a profile
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def _profiled(
         for arm in result.settings.arms:
             pre = profile.count_activities(timed[arm].prepare, device)
             name = f"{case.name}.{arm}"
-            profiles[arm] = profile.capture(timed[arm].arm.run, name, device, 3, folder, ranks.rank, pre)
+            profiles[arm] = profile.capture(timed[arm].arm.run, name, device, _REPLAYS, folder, ranks.rank, pre)
     except RuntimeError as error:  # the times stand without a profile, and say that they do
         return replace(result, verdict=replace(verdict, why=f"{verdict.why}; no profile: {error}"))
     baseline, ours = result.settings.arms
