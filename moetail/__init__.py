@@ -5,6 +5,7 @@ from moetail.comm.all_reduce import all_reduce
 from moetail.comm.finalize_all_reduce import finalize_all_reduce
 from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
+from moetail.layer import MoELayer
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
 from moetail.ops.finalize_norm import finalize_norm
@@ -12,6 +13,7 @@ from moetail.plan import plan_tails
 
 __version__ = "0.1.0"
 __all__ = [
+    "MoELayer",
     "MoEOutput",
     "Numerics",
     "TailSpec",

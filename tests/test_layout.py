@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "plan": set(),
     "models": {"models", "plan"},
     "reference": {"numerics"},
+    "layer": {"contract", "plan"},
     "conformance": {"numerics", "reference", "testing"},
     "testing": {"numerics"},
     "ops": {"numerics", "reference", "ops", "tuning"},
@@ -29,10 +30,22 @@ MAY_IMPORT = {
     "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
     "bench": {"comm", "numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
     "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
-    "__init__": {"comm", "contract", "numerics", "ops", "plan", "reference", "integrations"},
+    "__init__": {"comm", "contract", "layer", "numerics", "ops", "plan", "reference", "integrations"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
-CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance", "plan", "models")
+CORE = (
+    "__init__",
+    "numerics",
+    "contract",
+    "reference",
+    "guards",
+    "testing",
+    "tuning",
+    "conformance",
+    "plan",
+    "models",
+    "layer",
+)
 
 
 def part(path):
