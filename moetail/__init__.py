@@ -2,7 +2,9 @@
 
 from moetail import reference
 from moetail.comm.all_reduce import all_reduce
+from moetail.comm.all_reduce_norm import all_reduce_norm
 from moetail.comm.finalize_all_reduce import finalize_all_reduce
+from moetail.comm.finalize_all_reduce_norm import finalize_all_reduce_norm
 from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
 from moetail.layer import MoELayer
@@ -20,8 +22,10 @@ __all__ = [
     "UnfinalizedMoEOutput",
     "Workspace",
     "all_reduce",
+    "all_reduce_norm",
     "finalize",
     "finalize_all_reduce",
+    "finalize_all_reduce_norm",
     "finalize_norm",
     "plan_tails",
     "reference",

@@ -70,9 +70,17 @@ def finalize_norm(
         rows, row_map, weights, shared, shared_gate=shared_gate, routed_scale=routed_scale,
         num_valid_rows=num_valid_rows, numerics=numerics,
     )  # fmt: skip
+    return _residual_norm(y, residual, norm_weight, eps, post_norm_weight, zero_centred)
+
+
+def _residual_norm(
+    y: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
+    post_norm_weight: torch.Tensor | None, zero_centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(h, residual) behind a finished y [T, H]."""
     if post_norm_weight is not None:
         y = rms_norm(y, post_norm_weight, eps, zero_centred=zero_centred)
-    residual = (residual.float() + y.float()).to(rows.dtype)
+    residual = (residual.float() + y.float()).to(y.dtype)
     return rms_norm(residual, norm_weight, eps, zero_centred=zero_centred), residual
 
 
@@ -124,6 +132,24 @@ def all_reduce(partials: Sequence[torch.Tensor]) -> torch.Tensor:
 def finalize_all_reduce(ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     """Definition of `moetail.finalize_all_reduce`: `ranks` holds every rank's arguments of `finalize`, by name."""
     return all_reduce([finalize(**arguments) for arguments in ranks])
+
+
+def all_reduce_norm(
+    partials: Sequence[torch.Tensor],
+    *,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    post_norm_weight: torch.Tensor | None = None,
+    zero_centred: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of `moetail.all_reduce_norm`: the norm of the sum, never the sum of norms."""
+    return _residual_norm(all_reduce(partials), residual, norm_weight, eps, post_norm_weight, zero_centred)
+
+
+def finalize_all_reduce_norm(ranks: Sequence[Mapping[str, Any]], **norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of `moetail.finalize_all_reduce_norm`: as `finalize_all_reduce`, then as `all_reduce_norm`."""
+    return all_reduce_norm([finalize(**arguments) for arguments in ranks], **norm)
 
 
 def _routed_sum(

@@ -158,26 +158,34 @@ def _fake(*args):  # noqa: ANN002, ANN202
 def _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, residual, norm_weight,  # noqa: ANN001, ANN202
            eps, post_norm_weight, zero_centred, out, residual_out):  # fmt: skip # noqa: ANN001
     local._check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
-    T, H = row_map.shape[0], rows.shape[1]
+    check_norm("rows", rows, row_map.shape[0], residual, norm_weight, eps, post_norm_weight, residual_out)
+
+
+def check_norm(
+    name: str, rows: torch.Tensor, T: int, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
+    post_norm_weight: torch.Tensor | None, residual_out: torch.Tensor,
+) -> None:  # fmt: skip
+    """What a norm of T tokens behind `rows` [.., H], the argument `name`, needs. Raises: ValueError."""
+    H = rows.shape[1]
     if H > MAX_H:
-        raise ValueError(f"rows must have H <= {MAX_H} columns, got {H}: one program holds a token's whole row")
+        raise ValueError(f"{name} must have H <= {MAX_H} columns, got {H}: one program holds a token's whole row")
     if not _LEAST_EPS <= eps <= _LARGEST_EPS:
         raise ValueError(f"eps must be between {_LEAST_EPS} and {_LARGEST_EPS}, got {eps!r}")
     local._check_rows_like("residual", residual, rows, T)
     local._check_rows_like("residual_out", residual_out, rows, T)
-    for name, weight in (("norm_weight", norm_weight), ("post_norm_weight", post_norm_weight)):
+    for which, weight in (("norm_weight", norm_weight), ("post_norm_weight", post_norm_weight)):
         if weight is None:
             continue
         if weight.shape != (H,):
-            raise ValueError(f"{name} must have shape {(H,)}, got {tuple(weight.shape)}")
+            raise ValueError(f"{which} must have shape {(H,)}, got {tuple(weight.shape)}")
         if weight.dtype not in local._FLOATS:
-            raise ValueError(f"{name} must be float32, bfloat16 or float16, got {weight.dtype}")
+            raise ValueError(f"{which} must be float32, bfloat16 or float16, got {weight.dtype}")
         if not weight.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {weight.stride()}")
-    for name, tensor in (("residual", residual), ("norm_weight", norm_weight), ("post_norm_weight", post_norm_weight),
+            raise ValueError(f"{which} must be contiguous, got strides {weight.stride()}")
+    for which, tensor in (("residual", residual), ("norm_weight", norm_weight), ("post_norm_weight", post_norm_weight),
                          ("residual_out", residual_out)):  # fmt: skip
         if tensor is not None and tensor.device != rows.device:
-            raise ValueError(f"{name} must be on rows' device {rows.device}, got {tensor.device}")
+            raise ValueError(f"{which} must be on the device of {name}, {rows.device}, got {tensor.device}")
 
 
 def _check_no_overlap(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, residual,  # noqa: ANN001, ANN202
