@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moetail import guards
 from moetail.bench import machine_state, memory, models, profile, profile_diff, stats, timing
 from moetail.bench.cases import Case
 from moetail.bench.ranks import Ranks
@@ -143,7 +144,8 @@ def run_case(
     slowest_us = timing.warm_up(arms, seconds=1.0, slowest=ranks.slowest)
     rounds = settings.rounds or default_rounds(slowest_us, len(arms))
     done = iter(range(1, rounds + 1))
-    samples, paired = timing.interleave(arms, rounds, lambda: progress(next(done), rounds), ranks.slowest)
+    with guards.no_jit():  # a kernel compiled now would be in somebody's time
+        samples, paired = timing.interleave(arms, rounds, lambda: progress(next(done), rounds), ranks.slowest)
     state["after"] = machine_state.read(model.device)
 
     outputs = {label: one.outputs() for label, one in timed.items()}
