@@ -7,18 +7,25 @@ from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
+from moetail.ops.permute import permute
+from moetail.ops.route import route
+from moetail.routing import Permutation, Router
 
 __version__ = "0.1.0"
 __all__ = [
     "MoEOutput",
     "Numerics",
+    "Permutation",
+    "Router",
     "TailSpec",
     "UnfinalizedMoEOutput",
     "Workspace",
     "all_reduce",
     "finalize",
     "finalize_all_reduce",
+    "permute",
     "reference",
+    "route",
 ]
 
 

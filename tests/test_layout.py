@@ -19,18 +19,19 @@ MAY_IMPORT = {
     "guards": set(),
     "contract": {"numerics"},
     "tuning": set(),
-    "reference": {"numerics"},
+    "routing": set(),
+    "reference": {"numerics", "routing"},
     "conformance": {"numerics", "reference", "testing"},
     "testing": {"numerics"},
-    "ops": {"numerics", "reference", "ops", "tuning"},
+    "ops": {"numerics", "reference", "routing", "ops", "tuning"},
     "comm": {"numerics", "reference", "ops", "tuning", "comm"},
     "integrations": {"contract", "numerics", "ops", "reference", "integrations"},
     "bench": {"comm", "numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
     "cli": {"bench", "cli", "conformance", "tuning"},
-    "__init__": {"comm", "contract", "numerics", "ops", "reference", "integrations"},
+    "__init__": {"comm", "contract", "numerics", "ops", "reference", "routing", "integrations"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
-CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance")
+CORE = ("__init__", "numerics", "routing", "contract", "reference", "guards", "testing", "tuning", "conformance")
 
 
 def part(path):
@@ -85,7 +86,7 @@ def test_file_budget(path):
 def test_one_string_finds_everything(path):
     op = path.stem.removesuffix("_triton").removesuffix("_cpu")
     assert (ROOT / "tests" / f"test_{op}.py").exists()
-    if op in ("finalize", "all_reduce", "finalize_all_reduce"):
+    if op in ("finalize", "all_reduce", "finalize_all_reduce", "route", "permute"):
         assert re.search(rf"^def {op}\(", (PACKAGE / "reference.py").read_text(), re.MULTILINE)
         assert f"moetail::{op}" in (path.parent / f"{op}.py").read_text()
 
