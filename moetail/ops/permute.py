@@ -15,6 +15,7 @@ from moetail import reference
 from moetail.routing import MAX_EXPERTS, MAX_TOP_K, Permutation, row_bound
 
 MAX_BLOCK = 256
+MAX_SLOTS = 2**30  # int32 numbers the rows, and what the kernel adds to them
 _INTS = (torch.int32, torch.int64)
 
 
@@ -24,7 +25,7 @@ def permute(
     """Sort slots by expert; the result is described at `moetail.Permutation`. No host sync: sizes are static bounds.
 
     Shape:
-        topk_ids    [T, K]      int32 | int64, any strides, 1 <= K <= 32, T*K + E*block < 2**31
+        topk_ids    [T, K]      int32 | int64, any strides, 1 <= K <= 32, T*K <= 2**30
         expert_map  [E_global]  int32 | int64, stride 1: from an id to one of the num_experts here, or -1 (expert
                                 parallel)
 
@@ -83,8 +84,8 @@ def _check(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts:
         raise ValueError(f"num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
     if not 1 <= block <= MAX_BLOCK or block & (block - 1):
         raise ValueError(f"block must be a power of two from 1 to {MAX_BLOCK}, got {block}")
-    if T * K + num_experts * block >= 2**31:
-        raise ValueError(f"topk_ids must have rows that int32 can number, got {T * K} slots")
+    if T * K > MAX_SLOTS:
+        raise ValueError(f"topk_ids must have at most {MAX_SLOTS} slots, got {T * K}")
     if expert_map is not None:
         if expert_map.dtype not in _INTS:
             raise ValueError(f"expert_map must be int32 or int64, got {expert_map.dtype}")
