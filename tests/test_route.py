@@ -101,9 +101,11 @@ def oracle(logits, router, bias):
 
     x = logits.astype(np.float32)
     scores = {
-        "softmax": softmax, "softmax_topk": lambda x: x, "sigmoid": lambda x: np.float32(1) / (np.float32(1) + np.exp(-x)),
+        "softmax": softmax,
+        "softmax_topk": lambda x: x,
+        "sigmoid": lambda x: np.float32(1) / (np.float32(1) + np.exp(-x)),
         "sqrtsoftplus": lambda x: np.sqrt(np.float32([v if v > 20 else math.log1p(math.exp(v)) for v in x.tolist()])),
-    }[router.score](x)  # fmt: skip
+    }[router.score](x)
     choice = [s + b for s, b in zip(scores, bias, strict=True)] if bias is not None else list(scores)
     size = len(x) // router.num_groups
     groups = [choice[g * size : (g + 1) * size] for g in range(router.num_groups)]
@@ -181,7 +183,7 @@ def test_transformers_bits(family, device, monkeypatch):
     """Equal ids and weights, slot for slot. The sigmoid routers ask torch.topk for *any* slot order (sorted=False), and
     their sum of weights follows it: here torch.topk sorts, as it does for the others."""
     topk = torch.topk
-    monkeypatch.setattr(torch, "topk", lambda *args, sorted=True, **kwargs: topk(*args, **kwargs))
+    monkeypatch.setattr(torch, "topk", lambda *args, **kwargs: topk(*args, **kwargs | {"sorted": True}))
     logits, weights, ids, bias = stock(family, device)
     got = moetail.route(logits, FAMILIES[family][2], bias)
     assert_same_bits(got[1], ids.int())
@@ -225,11 +227,15 @@ def test_presets_are_the_released_numbers():
     )
 
     configs = {
-        Router.DEEPSEEK_V3: DeepseekV3Config(), Router.DEEPSEEK_V4: DeepseekV4Config(), Router.GLM4_MOE: Glm4MoeConfig(),
-        Router.ERNIE4_5: Ernie4_5_MoeConfig(), Router.GPT_OSS: GptOssConfig(), Router.MIXTRAL: MixtralConfig(),
+        Router.DEEPSEEK_V3: DeepseekV3Config(),
+        Router.DEEPSEEK_V4: DeepseekV4Config(),
+        Router.ERNIE4_5: Ernie4_5_MoeConfig(),
+        Router.GLM4_MOE: Glm4MoeConfig(),
+        Router.GPT_OSS: GptOssConfig(),
+        Router.MIXTRAL: MixtralConfig(),
         Router.QWEN2_MOE: Qwen2MoeConfig(),
         Router.QWEN3_MOE: Qwen3MoeConfig(norm_topk_prob=True),  # the released checkpoints', not the class's default
-    }  # fmt: skip
+    }
     for router, facts in configs.items():
         assert router.top_k == getattr(facts, "moe_k", None) or router.top_k == facts.num_experts_per_tok
         assert router.renormalize == getattr(facts, "norm_topk_prob", router.renormalize)
