@@ -129,12 +129,14 @@ def _place_kernel(
     else:
         total = tl.zeros([EP], tl.int32)
         TILE: tl.constexpr = 64 if EP < 128 else 8192 // EP
-        for q in range(0, programs, TILE):
+        q = 0
+        while q < programs:
             other = q + tl.arange(0, TILE)[:, None]
             at = histogram + other * E + expert[None, :]
             some = tl.load(at, mask=(other < programs) & (expert[None, :] < E), other=0)
             total += tl.sum(some, axis=0)
             earlier += tl.sum(tl.where(other < p, some, 0), axis=0)
+            q += TILE
     padded = (total + BLOCK - 1) // BLOCK * BLOCK
     end = tl.cumsum(padded, axis=0)
     used = tl.sum(padded)
@@ -147,7 +149,8 @@ def _place_kernel(
 
     i = tl.arange(0, CHUNK)
     pad = tl.arange(0, BLOCK)
-    for chunk in range(first, first + each):
+    chunk = first
+    while chunk < first + each:
         slot = chunk * CHUNK + i
         mine = _experts(ids, stride_t, stride_k, expert_map, mapped, S, slot, E, K)
         here = mine >= 0
@@ -163,11 +166,13 @@ def _place_kernel(
             gap = last[:, None] & (after < (row[:, None] // BLOCK + 1) * BLOCK)
             tl.store(source + after, -1, mask=gap)
         next_row += tl.histogram(named, EP, mask=here)
+        chunk += 1
 
-    for past in range(used + p * CHUNK, R, programs * CHUNK):
-        tl.store(source + past + i, -1, mask=past + i < R)
-    for past in range(used // BLOCK + p * CHUNK, R // BLOCK, programs * CHUNK):
-        tl.store(block_expert + past + i, -1, mask=past + i < R // BLOCK)
+    past = p * CHUNK
+    while used + past < R:
+        tl.store(source + used + past + i, -1, mask=used + past + i < R)
+        tl.store(block_expert + used // BLOCK + past + i, -1, mask=used // BLOCK + past + i < R // BLOCK)
+        past += programs * CHUNK
 
 
 @triton.jit
@@ -177,10 +182,12 @@ def _count(
 ):  # fmt: skip
     """int32 [EP]: the slots of each expert in chunks first to last."""
     counts = tl.zeros([EP], tl.int32)
-    for chunk in range(first, last):
+    chunk = first
+    while chunk < last:  # not range: Triton 3.6's interpreter cannot make one of tensors (numpy 2.4)
         slot = chunk * CHUNK + tl.arange(0, CHUNK)
         mine = _experts(ids, stride_t, stride_k, expert_map, mapped, S, slot, E, K)
         counts += tl.histogram(tl.where(mine >= 0, mine, 0), EP, mask=mine >= 0)
+        chunk += 1
     return counts
 
 

@@ -6,7 +6,9 @@
 
 Rounding: all of it in fp32, in the order of torch's own softmax and sum on the tensors' device; the definition is
 `moetail.reference.route`. Implementations, chosen by the dispatcher: `route_triton.py` (CUDA), the definition (CPU).
-Source: ours; the routers of transformers 5.17, see docs of `moetail.Router`.
+Source: ours; the routers of transformers 5.17, with their bits where two things are the same: the slot order (its
+sigmoid and sqrtsoftplus routers leave it open, and the last bit of their sum of weights follows it), and the fp32
+scores (a 16-bit DeepSeek-V4 router of transformers rounds each step to 16 bits).
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _exp_sum(row, top, E: tl.constexpr):
     total = tl.zeros([32], tl.float32)
     for first in range(0, E, 32):
         x = tl.load(row + first + lane, mask=first + lane < E, other=float("-inf")).to(tl.float32)
-        total += tl.where(first + lane < E, _exp(x - top), 0.0)
+        total += _exp(x - top)
     return _fold(total, 32)
 
 
