@@ -291,6 +291,14 @@ def test_a_masked_expert_is_the_last_resort(run, score):
         assert weights[0, 3:].tolist() == [0.0, 0.0]
 
 
+def test_masked_experts_of_groups_of_odd_size(run):
+    """Where candidates run out: the lowest ids, each once, from the groups that lost too."""
+    logits = torch.full((2, 21), -INF, device=run.device)
+    logits[:, [7, 8, 14, 15]] = 1.0
+    _, ids = run.check(logits, Router(12, "sigmoid", num_groups=3, top_groups=2))
+    assert ids.tolist() == [[7, 8, 14, 15, 0, 1, 2, 3, 4, 5, 6, 9]] * 2
+
+
 @pytest.mark.parametrize("score", ["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"])
 def test_nan_and_infinity(run, score):
     """As torch's: NaN sorts first and is seen in the weights; ids stay valid and distinct."""
