@@ -84,7 +84,7 @@ def _route_kernel(
     key = tl.where(live, key, _DEAD)
     if TOP_GROUPS < GROUPS:
         allowed = _best_groups(key, GROUPS, TOP_GROUPS, GP, SP)
-        key = tl.where(live, tl.where(allowed, key, _MASKED), _DEAD)
+        key = tl.where(live & ~allowed, _MASKED, key)
 
     slot = tl.arange(0, KP)
     chosen = tl.zeros([KP], tl.int32)
