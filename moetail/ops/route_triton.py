@@ -6,7 +6,8 @@ chosen experts are computed again from their logits: the same function, the same
 
 Bits are torch's on the same GPU: libdevice's exp and log1p, correctly rounded division and square root, and its
 orders of addition. Its softmax (dim <= 1024) adds 32 lanes' partial sums, lane i of experts i, i+32, ..., and its sum
-over K <= 32 slots one value a lane; both then fold the upper half onto the lower until one is left.
+over K <= 32 slots one value a lane; both then fold the upper half onto the lower until one is left (sum: since torch
+2.10, pytorch#164790; read in the headers of 2.13).
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ def launch(
 ) -> None:
     """Write weights and ids, both contiguous. The arguments are checked, T >= 1. Nothing that T chooses is compiled."""
     T, E = logits.shape
+    stride = logits.stride(0) if T > 1 else max(logits.stride(0), E)  # of one row: nothing, or what more rows would have
     # Triton launches on the current device's stream, whatever device the tensors are on.
     with torch.cuda.device(logits.device) if logits.device.type == "cuda" else contextlib.nullcontext():
         _route_kernel[(T,)](
-            logits, correction_bias, weights, ids, logits.stride(0) if T > 1 else E, float(router.routed_scale),
+            logits, correction_bias, weights, ids, stride, float(router.routed_scale),
             **options(E, router, has_pdl(logits.device)),
         )  # fmt: skip
 
