@@ -37,7 +37,7 @@ def launch(
 ) -> None:
     """Write weights and ids, both contiguous. The arguments are checked, T >= 1. Nothing that T chooses is compiled."""
     T, E = logits.shape
-    stride = logits.stride(0) if T > 1 else max(logits.stride(0), E)  # of one row: nothing, or what more rows would have
+    stride = logits.stride(0) if T > 1 else max(logits.stride(0), E)  # one row has none of its own
     # Triton launches on the current device's stream, whatever device the tensors are on.
     with torch.cuda.device(logits.device) if logits.device.type == "cuda" else contextlib.nullcontext():
         _route_kernel[(T,)](
