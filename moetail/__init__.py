@@ -11,13 +11,18 @@ from moetail.layer import MoELayer
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
 from moetail.ops.finalize_norm import finalize_norm
+from moetail.ops.permute import permute
+from moetail.ops.route import route
 from moetail.plan import plan_tails
+from moetail.routing import Permutation, Router
 
 __version__ = "0.1.0"
 __all__ = [
     "MoELayer",
     "MoEOutput",
     "Numerics",
+    "Permutation",
+    "Router",
     "TailSpec",
     "UnfinalizedMoEOutput",
     "Workspace",
@@ -27,8 +32,10 @@ __all__ = [
     "finalize_all_reduce",
     "finalize_all_reduce_norm",
     "finalize_norm",
+    "permute",
     "plan_tails",
     "reference",
+    "route",
 ]
 
 
