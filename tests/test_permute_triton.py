@@ -1,10 +1,6 @@
 """permute's CUDA kernels: how slots are dealt out, their machine code for sm_90, and on a GPU their launches."""
 
-import json
-import os
-import subprocess
-import sys
-
+import machine_code
 import pytest
 import torch
 
@@ -16,44 +12,32 @@ from moetail.testing import assert_same_bits
 TENSORS = ("row_map", "source", "block_expert", "counts", "offsets", "num_rows")
 
 COMPILE = """
-import json, re, subprocess, tempfile, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import json
+from machine_code import WAIT, sm_90
 from moetail.ops import permute_triton as pt
 results = {}
-pointers = ("ids", "histogram", "row_map", "source", "block_expert", "counts", "offsets", "num_rows")
-scalars = ("stride_t", "stride_k", "mapped", "S", "each", "R", "programs")
 for E, K, block, mapped in ((384, 6, 64, False), (64, 8, 1, False), (1024, 8, 256, True), (1, 1, 16, False)):
     for kernel, alone in ((pt._place_kernel, True), (pt._place_kernel, False), (pt._count_kernel, None)):
-        names = kernel.arg_names
-        constants = pt.options(E, K, block, pdl=True) | ({} if mapped else {"expert_map": None})
-        launch = {k: constants.pop(k) for k in ("num_warps", "launch_pdl")}
-        constants |= {"ALONE": alone}
-        types = {n: "*i32" for n in pointers} | {n: "i32" for n in scalars} | ({"expert_map": "*i32"} if mapped else {})
-        aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in pointers if n in names}
-        constants = {(names.index(k),): v for k, v in constants.items() if k in names}
-        source = ASTSource(kernel, {n: types.get(n, "constexpr") for n in names}, constants, aligned)
-        asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch).asm
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-            cubin.write(asm["cubin"]); cubin.flush()
-            usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name],
-                                   capture_output=True, text=True, check=True).stdout
-        ptx = asm["ptx"]
+        pointers = dict.fromkeys(
+            ("ids", "histogram", "row_map", "source", "block_expert", "counts", "offsets", "num_rows"), "*i32")
+        constants = pt.options(E, K, block, pdl=True) | {"ALONE": alone}
+        options = {k: constants.pop(k) for k in ("num_warps", "launch_pdl")}
+        if mapped:
+            pointers["expert_map"] = "*i32"
+        else:
+            constants["expert_map"] = None
+        code = sm_90(kernel, pointers, constants, options)
         results[f"E={E} block={block} {kernel.fn.__name__} alone={alone}"] = dict(
-            stack=int(re.search(r"STACK:(\\d+)", usage)[1]), local=int(re.search(r"LOCAL:(\\d+)", usage)[1]),
-            global_atomics=len(re.findall(r"(?:atom|red)(?:\\.\\w+)*\\.global", ptx)),
-            waits=ptx.count("griddepcontrol.wait"), triggers=ptx.count("griddepcontrol.launch_dependents"),
-            before_wait=len(re.findall(r"ld\\.global|st\\.global", ptx.split("griddepcontrol.wait")[0])))
+            stack=code.stack, local=code.local, global_atomics=code.count(r"(?:atom|red)(?:\\.\\w+)*\\.global"),
+            waits=code.count(WAIT), triggers=code.count("griddepcontrol.launch_dependents"),
+            before_wait=code.before_wait)
 print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": "."}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return machine_code.run(COMPILE)
 
 
 def test_registers_do_not_spill(compiled):

@@ -1,10 +1,6 @@
 """route's CUDA kernel: its machine code, compiled here for sm_90 without a GPU, and on a GPU its launches."""
 
-import json
-import os
-import subprocess
-import sys
-
+import machine_code
 import pytest
 import torch
 
@@ -13,43 +9,29 @@ from moetail import Router, guards, reference
 from moetail.testing import assert_same_bits
 
 COMPILE = """
-import json, re, subprocess, tempfile, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import json
+from machine_code import WAIT, sm_90
 from moetail import Router
 from moetail.ops import route_triton
-kernel, results = route_triton._route_kernel, {}
-names = kernel.arg_names
-types = dict(logits="*fp32", bias="*fp32", weights="*fp32", ids="*i32", logits_stride="i32", routed_scale="fp32")
+pointers = dict(logits="*fp32", bias="*fp32", weights="*fp32", ids="*i32")
+results = {}
 for E, router in ((256, Router.DEEPSEEK_V3), (384, Router.DEEPSEEK_V4), (1024, Router(32, "softmax", True)),
                   (128, Router.GPT_OSS), (8, Router.MIXTRAL), (1, Router(1))):
     constants = route_triton.options(E, router, pdl=True)
-    launch = {k: constants.pop(k) for k in ("num_warps", "enable_fp_fusion", "launch_pdl")}
-    source = ASTSource(kernel, {n: types.get(n, "constexpr") for n in names},
-                       {(names.index(k),): v for k, v in constants.items()},
-                       {(names.index(n),): [["tt.divisibility", 16]] for n in ("logits", "bias", "weights", "ids")})
-    asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch).asm
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(asm["cubin"]); cubin.flush()
-        usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name],
-                               capture_output=True, text=True, check=True).stdout
-    count = asm["ptx"].count
+    options = {k: constants.pop(k) for k in ("num_warps", "enable_fp_fusion", "launch_pdl")}
+    code = sm_90(route_triton._route_kernel, pointers, constants, options)
     results[f"E={E} {router}"] = dict(
-        registers=int(re.search(r"REG:(\\d+)", usage)[1]), stack=int(re.search(r"STACK:(\\d+)", usage)[1]),
-        barriers=count("bar.sync"), shared=count("ld.shared") + count("st.shared"),
-        approximate=sum(count(word) for word in ("div.full", "div.approx", "sqrt.approx", "rcp.approx", "lg2.approx")),
-        waits=count("griddepcontrol.wait"), triggers=count("griddepcontrol.launch_dependents"),
-        before_wait=len(re.findall(r"ld\\.global|st\\.global", asm["ptx"].split("griddepcontrol.wait")[0])))
+        registers=code.registers, stack=code.stack, barriers=code.count("bar.sync"),
+        shared=code.count("(?:ld|st).shared"),
+        approximate=code.count(r"div\\.full|div\\.approx|sqrt\\.approx|rcp\\.approx|lg2\\.approx"),
+        waits=code.count(WAIT), triggers=code.count("griddepcontrol.launch_dependents"), before_wait=code.before_wait)
 print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": "."}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return machine_code.run(COMPILE)
 
 
 def test_one_warp_stays_in_its_registers(compiled):
