@@ -21,13 +21,12 @@ from moetail.bench.forward import differing_bits
 from moetail.bench.ranks import Ranks
 from moetail.bench.routing import balanced_index, check_routing
 from moetail.bench.step import Step, Tails
-from moetail.contract import UnfinalizedMoEOutput
 from moetail.models import deepseek_v41_config
 from moetail.models.context import Context, Packed
 from moetail.models.deepseek_v41 import Decoder
 from moetail.models.deepseek_v41_config import FLASH, DeepseekV41Config
 from moetail.models.parallel import TensorParallel
-from moetail.models.tails import TAILS
+from moetail.models.tails import TAILS, TailInputs, recorded
 
 # The tokens of one context-building call: what bounds its memory.
 _CONTEXT_TOKENS = 4096
@@ -128,22 +127,18 @@ class DeepseekV41Model:
         Raises: RuntimeError where the arms differ in a bit.
         """
         assert isinstance(step, DeepseekV41Step)
-        seen: list[tuple[UnfinalizedMoEOutput, torch.Tensor]] = []
-
-        def recording(routed: UnfinalizedMoEOutput, shared: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-            seen.append((routed, shared))
-            return TAILS[self.arms[0]](routed, shared, tp)
-
+        seen: list[TailInputs] = []
         step.restore()
-        self.decoder.forward_stage(step.packed, step.context, recording)
+        self.decoder.forward_stage(step.packed, step.context, recorded(TAILS[self.arms[0]], seen))
         step.restore()
         routed, shared = seen[0]
         assert routed.weights is not None
         (T, K), H = routed.row_map.shape, shared.shape[1]
         dtypes = (str(t.dtype).removeprefix("torch.") for t in (routed.rows, routed.weights))
-        return Tails(self._measured(routed, shared), len(seen), T, K, H, *dtypes)
+        return Tails(self._measured(seen[0]), len(seen), T, K, H, *dtypes)
 
-    def _measured(self, routed: UnfinalizedMoEOutput, shared: torch.Tensor) -> dict[str, list[float]]:
+    def _measured(self, inputs: TailInputs) -> dict[str, list[float]]:
+        routed, shared = inputs
         outputs = {arm: tail(routed, shared, self.tp) for arm, tail in TAILS.items()}
         first = outputs[self.arms[0]]
         if self.ranks.total(sum(differing_bits((first,), (y,)) for y in outputs.values())):

@@ -102,7 +102,9 @@ def host_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         }  # fmt: skip
         owner = host
 
-    return torch.as_tensor(Words(), device=device).view(torch.bfloat16)
+    view = torch.as_tensor(Words(), device=device).view(torch.bfloat16)
+    assert view.data_ptr() == host.data_ptr(), "a view, not a copy"
+    return view
 
 
 def hash_rows(

@@ -29,7 +29,7 @@ class Parameters:
     def normal(
         self, name: str, *shape: int, std: float, mean: float = 0.0, dtype: torch.dtype = BF16, split: int | None = None
     ) -> torch.Tensor:
-        whole = torch.randn(shape, generator=self._generator(name)).mul_(std).add_(mean)
+        whole = torch.empty(shape).normal_(mean, std, generator=self._generator(name))
         return self._part(whole, split).to(self.device, dtype).contiguous()
 
     def uniform(self, name: str, *shape: int, low: float, high: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from moetail.comm.finalize_all_reduce import finalize_all_reduce
 from moetail.contract import TailSpec, UnfinalizedMoEOutput
 from moetail.models.parallel import TensorParallel
 
+TailInputs = tuple[UnfinalizedMoEOutput, torch.Tensor]  # routed, and shared [T, H]: this rank's part of both
 Tail = Callable[[UnfinalizedMoEOutput, torch.Tensor, TensorParallel], torch.Tensor]
 _SPEC = TailSpec()  # TRTLLM; the routed scale is in the weights
 
@@ -30,6 +31,16 @@ def fused(routed: UnfinalizedMoEOutput, shared: torch.Tensor, tp: TensorParallel
     return finalize_all_reduce(
         routed.rows, routed.row_map, routed.weights, shared, workspace=tp.workspace, numerics=_SPEC.numerics
     )
+
+
+def recorded(tail: Tail, seen: list[TailInputs]) -> Tail:
+    """`tail`, which appends to `seen` what it is called with."""
+
+    def recording(routed: UnfinalizedMoEOutput, shared: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+        seen.append((routed, shared))
+        return tail(routed, shared, tp)
+
+    return recording
 
 
 TAILS: dict[str, Tail] = {"separate": separate, "fused": fused}
