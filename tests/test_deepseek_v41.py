@@ -1,15 +1,19 @@
-"""The decoder: every layer against the oracle, both arms bit for bit at every split, and what a step may not depend on."""
+"""The decoder: every layer against the oracle, both arms bit for bit at every split, and steps that can be repeated."""
+
+import dataclasses
 
 import deepseek_v41_naive as naive
 import pytest
 import torch
 from ranks import Ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetail.models.context import Packed
 from moetail.models.deepseek_v41 import Decoder, Stream
-from moetail.models.deepseek_v41_config import small
+from moetail.models.deepseek_v41_config import FLASH, small
 from moetail.models.hyper_connections import one_hot
 from moetail.models.parallel import TensorParallel
+from moetail.models.parameters import Parameters
 from moetail.models.tails import TAILS, recorded
 from moetail.testing import assert_same_bits
 
@@ -74,6 +78,12 @@ def check_against_oracle(tensors, decoder):
             compared += 1
         torch.testing.assert_close(got_pre.double(), want_pre, rtol=0, atol=0.01)
     assert compared > 0.8 * n * len(LAYERS)
+
+
+def test_which_layers_are_what(decoder):  # pitfall 10
+    assert [layer.window_only for layer in decoder.layers] == [True, True, False, False, False, False]
+    assert [layer.engram is not None for layer in decoder.layers] == [False, True, False, True, False, False]
+    assert {(layer.top_k, layer.moe.w13.shape) for layer in decoder.layers} == {(3, (8, 96, 64))}
 
 
 def test_every_layer_is_the_oracles(one_rank, decoder):
@@ -173,6 +183,7 @@ def test_the_drafter_is_a_layer_of_its_own():  # pitfalls 10 and 11
     """128 experts top-3 at full size; it enters with a stream and no mixes, rotates by plain RoPE, has no Engram."""
     decoder = Decoder(CONFIG, CPU, with_drafter=True)
     assert decoder.drafter.moe.gate.shape[0] == CONFIG.dspark_n_routed_experts
+    assert decoder.drafter.window_only and decoder.drafter.engram is None
     S, seen = torch.randn(20, 4, 64).to(torch.bfloat16), []
     step = Packed.of([PROMPTS[0]])
     got = [
@@ -196,6 +207,41 @@ def test_logits_are_gathered_in_rank_order(ranks, decoder, one_rank):
     assert want.shape == (36, CONFIG.vocab_size)
     for got in ranks.run(gathered_logits, one_rank[-1]):
         torch.testing.assert_close(got, want)
+
+
+def test_a_step_reads_no_value_on_the_host(decoder):
+    """What a CUDA graph needs. A fake tensor has a shape and no value: whoever asks for one fails."""
+    step, context = Packed.of(PROMPTS), decoder.context([20, 5, 11])
+    for tail in TAILS.values():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert decoder.logits(decoder.forward(step, context, tail)).shape == (36, CONFIG.vocab_size)
+
+
+def numel(part):
+    if isinstance(part, torch.Tensor):
+        return part.numel()
+    return sum(map(numel, vars(part).values())) if dataclasses.is_dataclass(part) else 0
+
+
+def test_the_released_size_without_its_memory(monkeypatch):
+    """Two layers and the drafter's, as shapes: they fit together and are as many weights as was published."""
+
+    def stacked(self, names, make):
+        one = make(self, names[0])
+        return one.new_empty(len(names), *one.shape)
+
+    monkeypatch.setattr(Parameters, "stacked", stacked)  # its threads know no fake tensors
+    with FakeTensorMode():
+        decoder = Decoder(dataclasses.replace(FLASH, num_hidden_layers=2), CPU, with_drafter=True)
+        step = Packed((5, 3), *(torch.zeros(8, dtype=torch.int64) for _ in range(3)))
+        context, S = decoder.context([5, 3]), torch.empty(8, 4, 5120, dtype=torch.bfloat16)
+        hidden = decoder.forward(step, context, TAILS["fused"])
+        drafted = decoder.forward_drafter(step, decoder.drafter_context([5, 3]), TAILS["separate"], S)
+        assert (hidden.shape, drafted.shape, decoder.logits(hidden).shape) == ((8, 5120), (8, 5120), (8, 129280))
+    plain, with_engram = decoder.layers
+    assert round(numel(plain) * 40 / 1e9, 1) == 550.2
+    assert numel(with_engram.engram.table) == 384006168 * 256 and with_engram.engram.wkv.shape == (25600, 6144)
+    assert round(numel(decoder.drafter) * 3 / 1e9, 1) == 14.1
 
 
 def test_what_it_refuses(decoder):

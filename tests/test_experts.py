@@ -39,13 +39,6 @@ def test_rows_are_the_experts_outputs_without_weights(p, T):
     assert sorted_ids.tolist() == sorted(sorted_ids.tolist())
 
 
-def test_the_gate_is_clamped_from_above_only():  # pitfall 9
-    got = swiglu(torch.tensor([[20.0, -20, 1, 1, 20, -20]], dtype=torch.float32)[:, [0, 1, 2, 3, 4, 5]], LIMIT)
-    silu = lambda v: v / (1 + torch.exp(torch.tensor(-v)))  # noqa: E731
-    torch.testing.assert_close(got, torch.tensor([[silu(10.0), silu(-20.0) * 10, silu(1.0) * -10]]), rtol=1e-5, atol=0)
-    assert got[0, 1].abs() < 1e-6 and silu(-10.0) * 10 < -4e-3
-
-
 def test_the_shared_expert_is_not_scaled(p):  # pitfall 9
     x = torch.randn(9, 64).to(BF16)
     routed, shared = moe(x, p, 3, 1.5, LIMIT)

@@ -104,23 +104,29 @@ def test_comb_is_source_by_target():  # pitfall 1: hc = 2 cannot show it
     assert_same_bits(got, bf16([[[0.373046875, 1.2578125], [0.314453125, 1.375], [1.0625, -0.1279296875]]]))
 
 
+def by_steps(A, eps, iterations):
+    comb = A.double().exp()
+    comb = comb / comb.sum(2, keepdim=True) + eps
+    for step in range(2 * iterations - 1):
+        comb = comb / (comb.sum(1 if step % 2 == 0 else 2, keepdim=True) + eps)
+    return comb.float()
+
+
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_the_softmax_is_the_first_row_step_and_columns_are_last(iterations):  # pitfall 6
     A = torch.randn(5, 4, 4)
-    comb = A.double().exp()
-    comb = comb / comb.sum(2, keepdim=True) + HC_EPS
-    for step in range(2 * iterations - 1):
-        comb = comb / (comb.sum(1 if step % 2 == 0 else 2, keepdim=True) + HC_EPS)
     got = sinkhorn(A, HC_EPS, iterations)
-    torch.testing.assert_close(got, comb.float())
+    torch.testing.assert_close(got, by_steps(A, HC_EPS, iterations))
     torch.testing.assert_close(got.sum(1), torch.ones(5, 4))
     assert (got.sum(2) - 1).abs().max() > 1e-3  # so few steps leave the rows off
 
 
-def test_eps_matters_to_small_streams_and_is_the_configs():  # pitfall 3
-    x = torch.full((1, 8), 2e-4, dtype=BF16)
-    torch.testing.assert_close(rms_norm(x, torch.ones(8, dtype=BF16), EPS), torch.ones(1, 8, dtype=BF16))
-    assert rms_norm(x, torch.ones(8, dtype=BF16), 1e-6)[0, 0] < 0.25
+def test_eps_is_in_every_denominator():  # pitfall 3: at 1e-6 later steps hide most of it
+    A = torch.randn(5, 4, 4)
+    torch.testing.assert_close(sinkhorn(A, 0.1, 3), by_steps(A, 0.1, 3))
+
+
+def test_small_streams_mix_like_large_ones():  # pitfall 3
     p = MixParameters.random(Parameters(torch.device("cpu")), "x", 3, 8)
     S = torch.randn(6, 3, 8).to(BF16)
     small, large = mixes(S * 2.0**-12, p, EPS, HC_EPS, 20), mixes(S, p, EPS, HC_EPS, 20)

@@ -22,7 +22,7 @@ def test_the_bias_selects_and_does_not_weigh():  # pitfall 9
 
 
 def test_the_weights_add_up_to_the_scale():  # pitfall 9: 1.5 once
-    ids, weights = route(torch.randn(50, 12), torch.randn(12), 4, 1.5)
+    _, weights = route(torch.randn(50, 12), torch.randn(12), 4, 1.5)
     torch.testing.assert_close(weights.sum(1), torch.full((50,), 1.5))
     assert weights.dtype == torch.float32
     _, weights = route(torch.full((1, 12), -1e4), torch.zeros(12), 4, 1.5)

@@ -6,6 +6,7 @@ none that it reads, so setting the lengths back restores the state. All of it is
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -53,10 +54,9 @@ class Context:
     ) -> None:
         self.window, self.max_ngram = config.sliding_window, config.engram_max_ngram_size
         self.max_query_lens = max_query_lens
-        capacity = torch.tensor([self.window - 1 + n for n in max_query_lens])
-        total = int(capacity.sum())
-        self.base = (capacity.cumsum(0) - capacity).to(device)
-        self.capacity = capacity.to(device)
+        capacity = [self.window - 1 + n for n in max_query_lens]
+        *base, total = itertools.accumulate(capacity, initial=0)
+        self.base, self.capacity = torch.tensor(base, device=device), torch.tensor(capacity, device=device)
         self.lengths = torch.zeros(len(max_query_lens), dtype=torch.int64, device=device)
         self.tokens = torch.zeros(total, dtype=torch.int64, device=device)
         # Zeros: a row that does not exist is read, and weighs 0.
