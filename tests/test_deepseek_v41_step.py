@@ -99,6 +99,16 @@ def test_the_logits_are_those_of_the_last_and_draft_tokens(model):
     assert_same_bits(again[1], hidden)
 
 
+def test_balanced_routing_is_the_steps_and_not_its_contexts(model):
+    case = parse_case("x=8*2@40")
+    steps = {routing: model.build(case, routing) for routing in ("real", "balanced")}
+    assert steps["real"].packed.expert_ids is None
+    counts = torch.bincount(steps["balanced"].packed.expert_ids.reshape(-1))
+    assert counts.tolist() == [6] * 8
+    assert_same_bits(steps["balanced"].context.kv, steps["real"].context.kv)
+    assert (steps["balanced"].forward()[1] != steps["real"].forward()[1]).any()
+
+
 def test_the_context_that_is_left_out_is_out_of_reach(model):
     """A prefix of 90 tokens: 51 of them are computed. As close as all 90 are to each other in other chunks."""
     model.use("fused")

@@ -41,6 +41,7 @@ class TensorParallel:
         """[n, c] -> [n, c * size], in rank order."""
         if self.size == 1:
             return x
-        parts = x.new_empty(self.size * x.shape[0], x.shape[1])
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
-        return parts.view(self.size, *x.shape).transpose(0, 1).reshape(x.shape[0], -1)
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self.group)
+        return torch.cat(parts, dim=1)
