@@ -2,23 +2,40 @@
 
 from moetail import reference
 from moetail.comm.all_reduce import all_reduce
+from moetail.comm.all_reduce_norm import all_reduce_norm
 from moetail.comm.finalize_all_reduce import finalize_all_reduce
+from moetail.comm.finalize_all_reduce_norm import finalize_all_reduce_norm
 from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
+from moetail.layer import MoELayer
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
+from moetail.ops.finalize_norm import finalize_norm
+from moetail.ops.permute import permute
+from moetail.ops.route import route
+from moetail.plan import plan_tails
+from moetail.routing import Permutation, Router
 
 __version__ = "0.1.0"
 __all__ = [
+    "MoELayer",
     "MoEOutput",
     "Numerics",
+    "Permutation",
+    "Router",
     "TailSpec",
     "UnfinalizedMoEOutput",
     "Workspace",
     "all_reduce",
+    "all_reduce_norm",
     "finalize",
     "finalize_all_reduce",
+    "finalize_all_reduce_norm",
+    "finalize_norm",
+    "permute",
+    "plan_tails",
     "reference",
+    "route",
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moetail.numerics import Numerics, slot_groups, torch_cpu_main_columns
+from moetail.routing import Permutation, Router, row_bound
 
 
 def finalize(
@@ -49,6 +50,78 @@ def finalize(
     return torch.where(y == 0, torch.zeros_like(y), y) if n.zero == "positive" else y
 
 
+def finalize_norm(
+    rows: torch.Tensor,
+    row_map: torch.Tensor,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    post_norm_weight: torch.Tensor | None = None,
+    zero_centred: bool = False,
+    shared_gate: torch.Tensor | None = None,
+    routed_scale: float = 1.0,
+    num_valid_rows: torch.Tensor | None = None,
+    numerics: Numerics = Numerics.TRTLLM,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of `moetail.finalize_norm`: (h, residual); shapes, dtypes and errors are documented there."""
+    y = finalize(
+        rows, row_map, weights, shared, shared_gate=shared_gate, routed_scale=routed_scale,
+        num_valid_rows=num_valid_rows, numerics=numerics,
+    )  # fmt: skip
+    return _residual_norm(y, residual, norm_weight, eps, post_norm_weight, zero_centred)
+
+
+def _residual_norm(
+    y: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
+    post_norm_weight: torch.Tensor | None, zero_centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(h, residual) behind a finished y [T, H]."""
+    if post_norm_weight is not None:
+        y = rms_norm(y, post_norm_weight, eps, zero_centred=zero_centred)
+    residual = (residual.float() + y.float()).to(y.dtype)
+    return rms_norm(residual, norm_weight, eps, zero_centred=zero_centred), residual
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centred: bool = False) -> torch.Tensor:
+    """x / sqrt(mean(x**2) + eps) * weight (1 + weight where zero-centred) of [T, H], in x's dtype.
+
+    All in fp32, rounded to x's dtype once, after the weight (as FlashInfer and vLLM do; transformers' Llama rounds
+    before the weight too).
+
+    Adding the squares in floating point would make the bits depend on a kernel's layout. Here the sum is of integers:
+    a row is scaled by a power of two so that its largest element lies in [2**22, 2**23), each |element| is rounded to
+    an integer q (ties to even), and q**2 is added in int64. H <= 16384 numbers of at most 2**46 stay below 2**63, so
+    every order of addition gives the same sum, and any block size, warp count or thread count the same bits.
+
+    The error of that sum: q differs from the scaled |x| by at most 1/2, and only where |x| < 2**7 (bf16, 8 significant
+    bits), 2**10 (fp16, 11 bits) or 2**23 (fp32); the sum is at least 2**44. So it is off by at most H * 2**-37 of
+    itself (bf16; 2**-24 at H 8192, half an ulp of fp32), H * 2**-34 (fp16) or sqrt(H) * 2**-22 (fp32, where all errors
+    have one sign). What follows (to fp32, / H, + eps, square root, reciprocal) is correctly rounded by IEEE operations.
+
+    Range: every finite x, 1e-20 <= eps <= 1. In the scaled row nothing overflows, whatever x is (an fp32 mean of
+    squares would be inf from an RMS of 2**64 on). The scale stops at 2**60: below a largest element of 2**-37 the grid
+    stays at 2**-60, an error of 2**-97 beside an eps of at least 2**-67. A row with an infinity has mean inf: NaN at
+    the infinity and zeros elsewhere; a row with a NaN is NaN.
+    """
+    x32, one = x.float(), torch.ones((), device=x.device)
+    largest = (x32.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)  # |fp32| are ordered as their bits are
+    scale = ((276 - (largest >> 23).clamp(min=89)) << 23).view(torch.float32)  # 2**23 / the power of two above largest
+    scaled = x32 * scale
+    # In [2**23, 2**24] neighbouring fp32 are integers, and their bits count them: the addition rounds.
+    q = ((scaled.abs() + 2.0**23).view(torch.int32) - 0x4B000000).long()
+    # Divided by a tensor: on CUDA torch turns a division by a Python number into a multiplication.
+    mean = (q * q).sum(-1, keepdim=True).float() / (one * x.shape[1])
+    mean = torch.where(largest < 0x7F800000, mean, largest.view(torch.float32))  # inf or NaN
+    # torch.sqrt of fp32 is not correctly rounded on a CPU (MKL; torch 2.13: 18 % of values). By fp64 it is: the square
+    # root of an fp32 lies at least four fp64 ulps from the middle of two fp32.
+    inverse = one / torch.sqrt((mean + one * eps * scale * scale).double()).float()
+    factor = 1.0 + weight.float() if zero_centred else weight.float()
+    return (scaled * inverse * factor).to(x.dtype)
+
+
 def all_reduce(partials: Sequence[torch.Tensor]) -> torch.Tensor:
     """Definition of `moetail.all_reduce`: `partials` holds every rank's x [T, H], in rank order."""
     total = partials[0].float()  # not from +0.0: a zero that is negative on every rank stays so
@@ -60,6 +133,100 @@ def all_reduce(partials: Sequence[torch.Tensor]) -> torch.Tensor:
 def finalize_all_reduce(ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     """Definition of `moetail.finalize_all_reduce`: `ranks` holds every rank's arguments of `finalize`, by name."""
     return all_reduce([finalize(**arguments) for arguments in ranks])
+
+
+def all_reduce_norm(
+    partials: Sequence[torch.Tensor],
+    *,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    post_norm_weight: torch.Tensor | None = None,
+    zero_centred: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of `moetail.all_reduce_norm`: the norm of the sum, never the sum of norms."""
+    return _residual_norm(all_reduce(partials), residual, norm_weight, eps, post_norm_weight, zero_centred)
+
+
+def finalize_all_reduce_norm(ranks: Sequence[Mapping[str, Any]], **norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of `moetail.finalize_all_reduce_norm`: as `finalize_all_reduce`, then as `all_reduce_norm`."""
+    return all_reduce_norm([finalize(**arguments) for arguments in ranks], **norm)
+
+
+def route(
+    logits: torch.Tensor, router: Router, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of `moetail.route`; its softmax and its sums are torch's own on the tensors' device."""
+    T, E = logits.shape
+    logits = logits.float()
+    if router.score == "softmax":
+        scores = torch.softmax(logits, dim=-1)
+    elif router.score == "sigmoid":
+        scores = torch.sigmoid(logits)
+    elif router.score == "sqrtsoftplus":
+        scores = torch.nn.functional.softplus(logits).sqrt()
+    else:
+        scores = logits
+
+    choice = scores if correction_bias is None else scores + correction_bias.float()
+    choice = choice.masked_fill(logits == -torch.inf, -torch.inf)
+    if router.top_groups < router.num_groups:
+        groups = choice.view(T, router.num_groups, E // router.num_groups)
+        best = _top(groups.topk(2).values.sum(-1), router.top_groups)
+        allowed = torch.zeros(T, router.num_groups, dtype=torch.bool, device=logits.device).scatter(1, best, True)
+        choice = groups.masked_fill(~allowed[:, :, None], -torch.inf).view(T, E)
+    ids = _top(choice, router.top_k)
+
+    weights = scores.gather(1, ids)
+    if router.score == "softmax_topk":
+        weights = torch.softmax(weights, dim=-1)
+    if router.renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * router.routed_scale, ids.int()
+
+
+def _top(values: torch.Tensor, k: int) -> torch.Tensor:
+    """The places of the k largest of the last dimension, descending: NaN first, the lowest place among equals.
+
+    Each value and its place become one integer, so that torch.topk has no tie to break: 3x faster than a stable sort.
+    """
+    bits = torch.where(values == 0, 0.0, values).view(torch.int32)  # -0 equals +0
+    ordered = torch.where(values.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    n = values.shape[-1]
+    return torch.topk(ordered * n - torch.arange(n, device=values.device), k).indices
+
+
+def permute(
+    topk_ids: torch.Tensor, num_experts: int, *, block: int = 1, expert_map: torch.Tensor | None = None
+) -> Permutation:
+    """Definition of `moetail.permute`: a stable sort by expert."""
+    (T, K), E, device = topk_ids.shape, num_experts, topk_ids.device
+    S, R = T * K, row_bound(T * K, E, block)
+    experts = topk_ids.reshape(-1).long()
+    if expert_map is not None:
+        inside = (experts >= 0) & (experts < expert_map.numel())
+        experts = torch.where(inside, expert_map[torch.where(inside, experts, 0)].long(), -1)
+    experts = torch.where((experts >= 0) & (experts < E), experts, E).to(torch.int16)  # absent slots sort last
+    order = torch.argsort(experts, stable=True)
+    experts = experts[order].long()
+    counts = torch.zeros(E + 1, dtype=torch.long, device=device).scatter_add_(0, experts, torch.ones_like(experts))
+    padded = (counts[:E] + block - 1) // block * block
+    offsets = padded.cumsum(0)
+    shift = torch.zeros(E + 1, dtype=torch.long, device=device)  # from a slot's place in the sort to its row
+    shift[:E] = (offsets - padded) - (counts.cumsum(0)[:E] - counts[:E])
+    absent = experts == E
+    rows = torch.where(absent, R, torch.arange(S, device=device) + shift[experts])
+
+    source = torch.full((R + 1,), -1, dtype=torch.int32, device=device)  # the last one takes the absent slots
+    source[rows] = torch.where(absent, -1, order).int()
+    block_expert = torch.full((R // block + 1,), -1, dtype=torch.int32, device=device)
+    block_expert[rows // block] = torch.where(absent, -1, experts).int()
+    row_map = torch.empty(S, dtype=torch.int32, device=device)
+    row_map[order] = torch.where(absent, -1, rows).int()
+    return Permutation(
+        row_map.view(T, K), source[:R].clone(), block_expert[: R // block].clone(), counts[:E].int(), offsets.int(),
+        offsets[-1:].int(), block,
+    )  # fmt: skip
 
 
 def _routed_sum(

@@ -35,17 +35,17 @@ def other_version(folder, old, new):
 
 def run_case(folder, config):
     return base.run_case(
-        folder, "then", str(config), ROOT / "README.md", "p=16", torch.device("cpu"), None, 8, "real"
+        folder, "then", str(config), ROOT / "README.md", "p=16", torch.device("cpu"), None, 4, "real"
     )  # fmt: skip
 
 
 def test_a_slower_base_is_seen(tmp_path, config):
-    sleep = "import time; time.sleep(0.05); return out.logits, seen[-1]"
+    sleep = "import time; time.sleep(0.3); return out.logits, seen[-1]"
     result = run_case(other_version(tmp_path / "then", "return out.logits, seen[-1]", sleep), config)
     assert result.verdict.word in ("faster", "void")  # void: a busy machine's control
     assert result.ratio.value < 0.7 and result.differing_bits == 0
     assert set(result.samples) == {"then", base.HERE, forward.CONTROL}
-    assert result.median_us("then") > 50_000 > result.median_us(base.HERE)
+    assert result.median_us("then") > 300_000
 
 
 def test_other_bits_are_seen(tmp_path, config):

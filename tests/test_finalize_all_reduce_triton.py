@@ -1,8 +1,11 @@
 """The CUDA kernel on virtual ranks: W workspaces in one process on one GPU, each on a stream of its own."""
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,6 +17,54 @@ from moetail.testing import assert_same_bits, finalize_inputs
 
 H, K, MAX_TOKENS = 1000, 6, 256  # H is no multiple of a program's columns
 TOKENS = (0, 1, 2, 15, 16, 17, 64, 128, 256)
+
+
+COMPILE = """
+import json, re, subprocess, tempfile, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moetail.comm import finalize_all_reduce_triton as m
+kernel, names, results = m._finalize_all_reduce_kernel, m._finalize_all_reduce_kernel.arg_names, {}
+POINTERS = dict(rows="*bf16", row_map="*i32", weights="*fp32", shared="*bf16", residual="*bf16", norm_weight="*bf16",
+                out="*bf16", residual_out="*bf16", control="*i64")
+for W, H, K, norm in ((2, 5120, 6, False), (8, 7168, 8, False), (2, 5120, 6, True), (4, 7168, 8, True)):
+    warps = m._NORM_WARPS if norm else m._WARPS
+    block = triton.next_power_of_2(H) if norm else m._BLOCK
+    constants = dict(K=K, H=H, PRODUCT="fma", GROUPS=1, SCALE="none", TWO_ROUNDINGS=True, POSITIVE_ZERO=False, PDL=True,
+                     KIND=2, FINALIZE=True, NORM=norm, ZERO_CENTRED=False, W=W, BLOCK=block, THREADS=32 * warps,
+                     gate=None, num_valid_rows=None, post_norm_weight=None)
+    if not norm:
+        constants |= dict(residual=None, norm_weight=None, residual_out=None)
+    types = {n: POINTERS.get(n, "fp32" if n in ("scale", "eps") else "i32") for n in names if n not in constants}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in types
+               if n in POINTERS or n in ("rows_stride", "shared_stride", "residual_stride", "out_stride",
+                                         "residual_out_stride", "capacity")}
+    signature = {n: types.get(n, "constexpr") for n in names}
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    options = dict(num_warps=warps, enable_fp_fusion=False, launch_pdl=True)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(made.asm["cubin"]); cubin.flush()
+        usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name],
+                               capture_output=True, text=True, check=True).stdout
+    ptx = made.asm["ptx"]
+    results[f"W={W} H={H} norm={norm}"] = dict(
+        registers=int(re.search(r"REG:(\\d+)", usage)[1]), stack=int(re.search(r"STACK:(\\d+)", usage)[1]),
+        narrow=len(re.findall(r"(?:st|ld\\.volatile)\\.global\\.b16", ptx)), remote_atomics=ptx.count(".sys."),
+        first_wait=min(ptx.find("griddepcontrol.wait"), ptx.find("ld.global")) == ptx.find("griddepcontrol.wait"))
+print(json.dumps(results))
+"""
+
+
+def test_machine_code():
+    """Compiled here for sm_90: no spills, at most the registers that residency counts on, 16 bytes an inbox access,
+    nothing read before the wait for the kernel before, no atomic that leaves the GPU."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": "."}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, code in json.loads(done.stdout).items():
+        assert code["registers"] <= 128 and code["stack"] == 0, f"{name}: {code}"
+        assert code["narrow"] == 0 and code["remote_atomics"] == 0 and code["first_wait"], f"{name}: {code}"
 
 
 class Ranks:

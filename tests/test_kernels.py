@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from moetail import cli
 from moetail.bench import ceiling, contenders, kernels
+from moetail.bench.contenders_finalize import OP as FINALIZE
 from moetail.numerics import Numerics
 from moetail.ops import finalize as op
 
@@ -36,6 +37,19 @@ def test_a_shape_is_measured(tmp_path):
     assert "moetail TRANSFORMERS" not in rows[1]["arms"]  # K 17: no bits to be compared with
     assert b"<svg" in svg.read_bytes()
     assert result.output.count("inductor") >= 1
+
+
+def test_finalize_norm_is_measured(tmp_path):
+    out = tmp_path / "k.json"
+    args = ("--op", "finalize_norm", "--shape", "9,6,64", "--device", "cpu", "--l2", "warm", "--rounds", 4)
+    result = run("bench", "kernels", *args, "--json", out)
+    assert result.exit_code == cli.OK, result.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["op"] == "finalize_norm" and row["arms"]["moetail TRTLLM"]["bits"] == "TRTLLM"
+    assert row["bytes"] == 9 * (6 + 4) * 64 * 2 + 9 * 6 * (4 + 4)  # the residual is read and written besides
+    assert set(row["ratios"]) == {
+        "finalize, then torch add and norm", "torch eager", "finalize, then inductor's add and norm", "inductor",
+    }  # fmt: skip
 
 
 def test_no_speed_for_wrong_bits(monkeypatch):
@@ -102,12 +116,12 @@ def test_rotation(num_bytes, l2, sets):
 
 def test_contenders_have_the_bits_they_claim():
     x = contenders.KernelInputs.random(12, 5, 96, CPU)
-    found, missing = contenders.contenders()
-    assert kernels._bits(next(c for c in found if c.name == "torch eager"), x) == "TRANSFORMERS"
+    found, missing = FINALIZE.contenders()
+    assert kernels._bits(FINALIZE, next(c for c in found if c.name == "torch eager"), x) == "TRANSFORMERS"
     for numerics in (Numerics.TRTLLM, Numerics.PREWEIGHTED, Numerics.TRANSFORMERS):
-        assert kernels._bits(contenders.ours(numerics), x) == numerics.name
+        assert kernels._bits(FINALIZE, FINALIZE.ours(numerics), x) == numerics.name
     wrong = contenders.Contender("theirs", Numerics.TRTLLM, lambda x: lambda: x.shared)
-    assert kernels._bits(wrong, x) == "differs"
+    assert kernels._bits(FINALIZE, wrong, x) == "differs"
     assert missing
 
 

@@ -39,7 +39,7 @@ def test_operators_and_calls():
 
 
 def test_self_times_count_no_child_twice():
-    got = capture(program, "small", CPU)
+    got = capture(program, "small", CPU, replays=1)  # medians of several do not add up
     assert sum(k.us for k in got.kernels) == pytest.approx(got.busy_us)
     assert got.busy_us <= got.span_us
 

@@ -97,3 +97,37 @@ def test_signed_zero():
 def test_no_rows_at_all():
     got = reference.finalize(torch.empty(0, 8), torch.full((3, 2), -1), torch.ones(3, 2), torch.ones(3, 8))
     assert_same_bits(got, torch.ones(3, 8))
+
+
+def relative_error_of_a_norm(small):
+    """The first element of a row of H 8192: 2**22 on rms_norm's grid beside 8191 elements `small`, as its own error."""
+    H = 8192
+    x = torch.full((1, H), small * 2.0**-22)
+    x[0, 0] = 1.0
+    got = reference.rms_norm(x, torch.ones(H), 1e-20)[0, 0].item()
+    assert small == float(np.float32(small))
+    mean = (Fraction(1) + (H - 1) * Fraction(small) ** 2 / 2**44) / H
+    return abs(got * float(mean) ** 0.5 - 1.0)
+
+
+@pytest.mark.parametrize(
+    ("small", "bound"),
+    [(127.5, 2.0**-24), (1023.5, 2.0**-21), (46340.5, 2.0**-15.5)],
+    ids=["8-bits-of-bf16", "11-bits-of-fp16", "24-bits-of-fp32"],
+)
+def test_the_bound_of_a_norms_error(small, bound):
+    """Every element is rounded up by one half, the worst there is: half the sum's bound, and six roundings of fp32."""
+    error = relative_error_of_a_norm(small)
+    assert error <= bound / 2 + 6 * 2.0**-24
+    if bound > 2.0**-16:
+        assert error > bound / 8  # the bound of fp32 is met within a factor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rms_norm_is_torchs_within_one_rounding(dtype):
+    """F.rms_norm on a CPU computes in fp32 and rounds once, as this does: few elements differ, none by much."""
+    x, weight = (torch.randn(64, 2880) * 3.0).to(dtype), torch.randn(2880).to(dtype)
+    got, want = reference.rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (2880,), weight, 1e-6)
+    torch.testing.assert_close(got, want)
+    assert (got != want).float().mean() < 1e-3
+    assert reference.rms_norm(x[:0], weight, 1e-6).shape == (0, 2880)

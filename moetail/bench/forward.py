@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moetail import guards
 from moetail.bench import machine_state, memory, models, profile, profile_diff, stats, timing
 from moetail.bench.cases import Case
 from moetail.bench.ranks import Ranks
@@ -24,6 +25,7 @@ _SECONDS_PER_CASE = 40.0
 _MIN_ROUNDS, _MAX_ROUNDS = 8, 200
 # A graph may run other kernels than eager mode does (attention without a mask), but must compute the same.
 _GRAPH_RMS = 0.02
+_REPLAYS = 5  # of a profile
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ def run_case(
     slowest_us = timing.warm_up(arms, seconds=1.0, slowest=ranks.slowest)
     rounds = settings.rounds or default_rounds(slowest_us, len(arms))
     done = iter(range(1, rounds + 1))
-    samples, paired = timing.interleave(arms, rounds, lambda: progress(next(done), rounds), ranks.slowest)
+    with guards.no_jit():  # a kernel compiled now would be in somebody's time
+        samples, paired = timing.interleave(arms, rounds, lambda: progress(next(done), rounds), ranks.slowest)
     state["after"] = machine_state.read(model.device)
 
     outputs = {label: one.outputs() for label, one in timed.items()}
@@ -224,7 +227,7 @@ def _profiled(
         for arm in result.settings.arms:
             pre = profile.count_activities(timed[arm].prepare, device)
             name = f"{case.name}.{arm}"
-            profiles[arm] = profile.capture(timed[arm].arm.run, name, device, 3, folder, ranks.rank, pre)
+            profiles[arm] = profile.capture(timed[arm].arm.run, name, device, _REPLAYS, folder, ranks.rank, pre)
     except RuntimeError as error:  # the times stand without a profile, and say that they do
         return replace(result, verdict=replace(verdict, why=f"{verdict.why}; no profile: {error}"))
     baseline, ours = result.settings.arms

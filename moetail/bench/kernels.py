@@ -1,4 +1,4 @@
-"""`moetail bench kernels`: one op alone, against the kernels people use today, in one process and interleaved.
+"""`moetail bench kernels`: one op on one rank, against the kernels people use today, in one process and interleaved.
 
 Bits first: a contender of ours whose bits fail stops the run, and no time is printed. Inputs rotate: over three times
 the L2 cache (cold), within a fourth of it (warm), or as many sets as one asks for. The copy that the bandwidth is
@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from moetail import reference
-from moetail.bench import stats, timing
-from moetail.bench.contenders import Contender, KernelInputs, contenders, ours
+from moetail.bench import contenders_finalize, contenders_finalize_norm, stats, timing
+from moetail.bench.contenders import Contender, KernelInputs, Op
 from moetail.numerics import Numerics
 from moetail.testing import assert_same_bits
 
@@ -26,6 +25,7 @@ SHAPES = ((6, 5120), (8, 7168), (10, 2048))
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 16384)
 DEFAULT = tuple((T, K, H) for K, H in SHAPES for T in TOKENS)
 MODES = ("chained", "producer")
+OPS: dict[str, Op] = {op.name: op for op in (contenders_finalize.OP, contenders_finalize_norm.OP)}
 L2 = ("cold", "warm")
 _MAX_SETS = 2048
 # What one graph takes, at least: its own start is about 3 us, and must not show.
@@ -36,6 +36,7 @@ _GRAPH_US = 300.0
 class KernelResult:
     """One shape in one mode; samples in microseconds a call, by contender (between edges: with them)."""
 
+    op: str
     T: int
     K: int
     H: int
@@ -64,7 +65,7 @@ class KernelResult:
         """This shape in a record. `ratio` is baseline over ours: above 1 is a win."""
         name = "moetail TRTLLM"
         return {
-            "op": "finalize", "case": f"T={self.T} K={self.K} H={self.H} {self.mode}", "T": self.T, "K": self.K,
+            "op": self.op, "case": f"T={self.T} K={self.K} H={self.H} {self.mode}", "T": self.T, "K": self.K,
             "H": self.H, "dtype": "bfloat16", "mode": self.mode, "l2": self.l2, "sets": self.sets,
             "bytes": self.num_bytes, "us": self.cost_us(name),
             "tb_per_s": None if self.mode == "producer" else self.num_bytes / self.cost_us(name) / 1e6,
@@ -80,10 +81,11 @@ class KernelResult:
 
 
 def run_shape(
-    T: int, K: int, H: int, device: torch.device, mode: str = "chained", l2: str = "cold", rounds: int = 20
-) -> KernelResult:
-    """Measure one shape. `l2`: cold, warm, or a number of sets of inputs. One set that does not fit in a fourth of the
-    L2 cache is cold whatever `l2` says, and the result says so.
+    T: int, K: int, H: int, device: torch.device, mode: str = "chained", l2: str = "cold", rounds: int = 20,
+    op: str = "finalize",
+) -> KernelResult:  # fmt: skip
+    """Measure one shape of one of OPS. `l2`: cold, warm, or a number of sets of inputs. One set that does not fit in
+    a fourth of the L2 cache is cold whatever `l2` says, and the result says so.
 
     Raises: ValueError for an unknown mode or l2, or "producer" on a CPU; RuntimeError where our own bits fail.
     """
@@ -93,17 +95,18 @@ def run_shape(
         raise ValueError(
             f"mode must be one of {', '.join(MODES)} (producer on cuda only), got {mode!r} on {device.type}"
         )
+    case = OPS[op]
     torch._dynamo.reset()  # past its recompile limit torch.compile runs eagerly, and would be no baseline
-    baselines, missing = contenders()
+    baselines, missing = case.contenders()
     wanted = dict.fromkeys([Numerics.TRTLLM, *(b.against for b in baselines)])
-    mine = [ours(numerics) for numerics in wanted if _defined(numerics, T, K, H, device)]
+    mine = [case.ours(numerics) for numerics in wanted if _defined(numerics, T, K, H, device)]
     baselines = [b for b in baselines if b.against in {m.numerics for m in mine}]
-    one = KernelInputs.random(T, K, H, device)
+    one = case.inputs(T, K, H, device)
     num_bytes = one.num_bytes(Numerics.TRTLLM)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 64 * 2**20
     sets = _num_sets(num_bytes, l2_bytes, l2)
-    inputs = [one, *(KernelInputs.random(T, K, H, device) for _ in range(sets - 1))]
-    bits = {c.name: _bits(c, one) for c in (*mine, *baselines)}
+    inputs = [one, *(case.inputs(T, K, H, device) for _ in range(sets - 1))]
+    bits = {c.name: _bits(case, c, one) for c in (*mine, *baselines)}
 
     named = {c.name: c for c in (*mine, *baselines)} | {"control": mine[0]}
     programs = {name: [_in_mode(mode, c, x) for x in inputs] for name, c in named.items()}
@@ -122,7 +125,7 @@ def run_shape(
     cold = sets * num_bytes >= l2_bytes
     per_call = {name: [us / sets for us in values] for name, values in samples.items()}
     return KernelResult(
-        T, K, H, mode, "cold" if cold else "warm", sets, num_bytes, per_call, ratios, aa, bits, tuple(missing)
+        op, T, K, H, mode, "cold" if cold else "warm", sets, num_bytes, per_call, ratios, aa, bits, tuple(missing)
     )
 
 
@@ -143,12 +146,12 @@ def _defined(numerics: Numerics, T: int, K: int, H: int, device: torch.device) -
     return True
 
 
-def _bits(contender: Contender, x: KernelInputs) -> str:
+def _bits(case: Op, contender: Contender, x: KernelInputs) -> str:
     """The numerics that the contender's output has, or "differs". Raises: RuntimeError for ours."""
     numerics = contender.numerics or contender.against
     x.out.fill_(float("nan"))
     got = contender.bind(x)()
-    want = reference.finalize(*x.finalize_args(numerics), numerics=numerics)
+    want = case.reference(x, numerics)
     try:
         assert_same_bits(got, want)
     except AssertionError as error:

@@ -97,19 +97,11 @@ def load_transformers(name: str, device: torch.device, dtype: torch.dtype = torc
 
     Raises: ValueError where the name is none of these, the config has no MoE layers, or memory does not suffice.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path = Path(name)
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
-    if name in BUILT_IN:
-        config = AutoConfig.for_model(**BUILT_IN[name])
-    elif path.exists():
-        config = _read_config(path / "config.json" if path.is_dir() else path)
-    else:
-        raise ValueError(
-            f"model must be one of {', '.join(BUILT_IN)}, a folder, a config.json or module:function, got {name!r}"
-        )
-
+    config = load_config(name, "module:function")
     with fits_in_memory(f"model {name}"):
         if has_weights:
             model = AutoModelForCausalLM.from_pretrained(
@@ -123,6 +115,22 @@ def load_transformers(name: str, device: torch.device, dtype: torch.dtype = torc
         raise ValueError(f"model must have Mixture-of-Experts layers, got {name!r} ({config.model_type}) without any")
     model.set_experts_implementation("grouped_mm")
     return model.eval()
+
+
+def load_config(name: str, or_else: str) -> Any:
+    """The transformers config of a built-in model, a config.json or a folder with one; `or_else`: what else the caller
+    takes, for the error.
+
+    Raises: ValueError where the name is none of these.
+    """
+    from transformers import AutoConfig
+
+    path = Path(name)
+    if name in BUILT_IN:
+        return AutoConfig.for_model(**BUILT_IN[name])
+    if path.exists():
+        return _read_config(path / "config.json" if path.is_dir() else path)
+    raise ValueError(f"model must be one of {', '.join(BUILT_IN)}, a folder, a config.json or {or_else}, got {name!r}")
 
 
 def input_tokens(model: Any, name: str, text: Path) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """A forward's kernels: what runs, how long, how often, from torch.profiler; brackets for Nsight Systems.
 
 `kernels.json` has the keys of vLLM's `benchmarks/forward/profile.py`, so either tool can diff the files of the other.
-Times are microseconds of one forward, the mean of the replays. On CUDA a kernel's time is its duration on the device.
-On a CPU it is an operator's self time, so that a parent does not count its children again.
+Times are microseconds of one forward, the median of the replays: one disturbed replay must not name a kernel. On CUDA
+a kernel's time is its duration on the device. On a CPU it is an operator's self time, so that a parent does not count
+its children again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import quote
 
@@ -37,7 +39,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """One forward, the mean of `replays`.
+    """One forward, the median of `replays`.
 
     span_us: first start to last end. busy_us: the union of the busy intervals, not their sum: streams and PDL overlap.
     kernels: longest first. pre_forward_us: what ran before the forward in each replay, and is not in anything else.
@@ -158,7 +160,7 @@ def kineto_events(prof: Any) -> list[Any]:
 
 
 def summarize(activities: Iterable[Activity], replays: int, pre_activities: int = 0) -> Profile:
-    """The mean forward of `replays` equal, successive runs. Raises as `capture` does."""
+    """The median forward of `replays` equal, successive runs. Raises as `capture` does."""
     ordered = sorted(activities, key=lambda a: (a.start_ns, -a.end_ns))
     if not ordered:
         raise RuntimeError("the profiler recorded nothing: another one (Nsight Systems) may hold CUPTI; "
@@ -177,19 +179,25 @@ def summarize(activities: Iterable[Activity], replays: int, pre_activities: int 
     before = [a for run in runs for a in run[:pre_activities]]
     forwards = [run[pre_activities:] for run in runs]
     spans = [max(a.end_ns for a in run) - run[0].start_ns for run in forwards]
-    groups: dict[str, list[Activity]] = {}
-    for run in forwards:
-        for a in run:
-            groups.setdefault(short_name(a.name), []).append(a)
+    totals = [_totals(run) for run in forwards]
+    examples = {short_name(a.name): a.name for a in reversed(forwards[0])}
+    calls = Counter(short_name(a.name) for a in forwards[0])
     kernels = [
-        Kernel(name, _us(sum(a.own_ns for a in group), replays), len(group) / replays, group[0].name)
-        for name, group in groups.items()
+        Kernel(name, median(total[name] for total in totals) / 1e3, calls[name], examples[name]) for name in calls
     ]
     return Profile(
-        _us(sum(spans), replays), _us(sum(busy_ns(run) for run in forwards), replays),
-        tuple(sorted(kernels, key=lambda k: -k.us)), replays, _us(sum(a.own_ns for a in before), replays),
+        median(spans) / 1e3, median(busy_ns(run) for run in forwards) / 1e3,
+        tuple(sorted(kernels, key=lambda k: -k.us)), replays, sum(a.own_ns for a in before) / 1e3 / replays,
         size - pre_activities,
     )  # fmt: skip
+
+
+def _totals(run: Iterable[Activity]) -> Counter[str]:
+    """Nanoseconds of each kernel in one replay."""
+    totals: Counter[str] = Counter()
+    for a in run:
+        totals[short_name(a.name)] += a.own_ns
+    return totals
 
 
 def _work(name: str) -> str:
@@ -248,7 +256,3 @@ def _write_trace(prof: torch.profiler.profile, path: Path) -> None:
         whole = Path(temporary) / path.name
         prof.export_chrome_trace(str(whole))
         os.replace(whole, path)
-
-
-def _us(ns: int, replays: int) -> float:
-    return ns / 1e3 / replays

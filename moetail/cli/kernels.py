@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @bench.command()
 def kernels(
-    op: Annotated[str, typer.Option(help="finalize or finalize_all_reduce")] = "finalize",
+    op: Annotated[str, typer.Option(help="finalize, finalize_norm or finalize_all_reduce")] = "finalize",
     shape: Annotated[list[str] | None, typer.Option(help="T,K,H; may be given more than once")] = None,
     mode: Annotated[str, typer.Option(help="chained, producer, or both: chained,producer")] = "chained",
     l2: Annotated[str, typer.Option(help="the L2 cache: cold, warm or a number of input sets; a list")] = "cold",
@@ -53,8 +53,8 @@ def kernels(
         records.check_writable(svg)
         shapes = [parse_shape(text) for text in shape or ()]
         with bench_ranks.join(parse_device(device)) as (group, target), progress_bar(errors, group.rank) as progress:
-            if op == "finalize":
-                runs = _finalize_runs(shapes or list(bench_kernels.DEFAULT), target, mode, l2, rounds)
+            if op in bench_kernels.OPS:
+                runs = _one_rank_runs(op, shapes or list(bench_kernels.DEFAULT), target, mode, l2, rounds)
             elif op == "finalize_all_reduce":
                 collectives.check_ranks(ranks, group, target)
                 runs = {
@@ -62,7 +62,7 @@ def kernels(
                     for one in shapes or collectives.DEFAULT
                 }
             else:
-                raise ValueError(f"op must be finalize or finalize_all_reduce, got {op!r}")
+                raise ValueError(f"op must be {', '.join(bench_kernels.OPS)} or finalize_all_reduce, got {op!r}")
             if resume:
                 rows = records.unfinished(json, "kernels", settings)
             task = progress.add_task("kernels", total=len(runs))
@@ -79,7 +79,7 @@ def kernels(
     except KeyboardInterrupt:
         interrupted = True
         errors.print(f"interrupted: {len(rows)} of {len(runs)} are below{records.resume_hint(json)}", style="bold red")
-    if svg is not None and not interrupted and op == "finalize":
+    if svg is not None and not interrupted and op in bench_kernels.OPS:
         picture.roofline(record.record("kernels", rows, complete=True), svg)
     if not rows:
         raise typer.Exit(INTERRUPTED)
@@ -92,14 +92,14 @@ def kernels(
         raise typer.Exit(INTERRUPTED)
 
 
-def _finalize_runs(
-    shapes: list[tuple[int, int, int]], device: torch.device, mode: str, l2: str, rounds: int
+def _one_rank_runs(
+    op: str, shapes: list[tuple[int, int, int]], device: torch.device, mode: str, l2: str, rounds: int
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """What to measure, by what the progress bar says of it."""
     from moetail.bench import kernels as bench_kernels
 
     def measure(one: tuple[int, int, int], how: str, state: str) -> dict[str, Any]:
-        return bench_kernels.run_shape(*one, device, how, state, rounds).row()
+        return bench_kernels.run_shape(*one, device, how, state, rounds, op).row()
 
     return {
         f"T,K,H={one} {how} {state}": functools.partial(measure, one, how, state)

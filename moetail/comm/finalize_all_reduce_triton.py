@@ -1,4 +1,5 @@
-"""finalize_all_reduce on CUDA GPUs: one Triton kernel from expert rows to the sum over ranks, [T, H] on every rank.
+"""finalize_all_reduce(_norm) and all_reduce(_norm) on CUDA GPUs: one Triton kernel from expert rows, or from a finished
+partial, to the sum over ranks [T, H] on every rank, and on to the next layer's input.
 
 One-shot push. A call has a number, counted on the device; its parity names one of two phases of every inbox. A program
 finalizes its tiles and stores them, rounded, into its slot of every rank's inbox (its own too). Only then does it poll
@@ -25,13 +26,13 @@ import triton.language as tl
 from moetail.comm import workspace
 from moetail.comm.workspace import FaultKind, Kind
 from moetail.numerics import Numerics
-from moetail.ops.finalize_triton import Facts, _finalized, has_pdl
+from moetail.ops.epilogue_triton import _residual_norm
+from moetail.ops.finalize_triton import Facts, _finalized, _to, has_pdl
 
 _CALL, _OWNER, _LEFT = (tl.constexpr(word) for word in (workspace.CALL, workspace.OWNER, workspace.LEFT))
 _STATUS, _HOST_STATUS = tl.constexpr(workspace.STATUS), tl.constexpr(workspace.HOST_STATUS)
 _TIMEOUT_NS, _PEERS = tl.constexpr(workspace.TIMEOUT_NS), tl.constexpr(workspace.PEERS)
 _HEADER_BYTES, _SENTINEL = tl.constexpr(workspace.HEADER_BYTES), tl.constexpr(workspace.SENTINEL)
-_ALL_REDUCE = tl.constexpr(int(Kind.ALL_REDUCE))
 _TIMED_OUT, _DISAGREED = tl.constexpr(int(FaultKind.TIMED_OUT)), tl.constexpr(int(FaultKind.DISAGREED))
 _CONCURRENT = tl.constexpr(int(FaultKind.CONCURRENT))
 
@@ -48,19 +49,34 @@ class Place:
     max_tokens: int
     one_gpu: bool
 
-    def programs(self, device: torch.device) -> int:
+    def programs(self, device: torch.device, warps: int) -> int:
         """How many are sure to be resident at once, which a grid that polls must be: 512 threads a multiprocessor of
         at most 128 registers each, shared with the other ranks' grids where they run on the same GPU."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return max(1, processors * 512 // (32 * _WARPS) // (self.world_size if self.one_gpu else 1))
+        return max(1, processors * 512 // (32 * warps) // (self.world_size if self.one_gpu else 1))
 
     def pdl(self, device: torch.device) -> bool:
         """Not on one GPU: the next kernel of one rank, started early, would hold the place another rank waits for."""
         return has_pdl(device) and not self.one_gpu
 
 
-# Columns and warps of a program: 8 columns a thread are the 16 bytes of one store to a peer.
+@dataclass(frozen=True)
+class Norm:
+    """What follows the sum: the residual add and the next layer's norm (the sandwich where post_norm_weight is given).
+    `out` then holds h."""
+
+    residual: torch.Tensor
+    norm_weight: torch.Tensor
+    eps: float
+    post_norm_weight: torch.Tensor | None
+    zero_centred: bool
+    residual_out: torch.Tensor
+
+
+# Columns and warps of a program: 8 columns a thread are the 16 bytes of one store to a peer. A program that norms owns
+# a token's whole row.
 _BLOCK, _WARPS = 512, 2
+_NORM_WARPS = 16
 
 
 def launch(
@@ -75,75 +91,83 @@ def launch(
     control: torch.Tensor,
     place: Place,
     out: torch.Tensor,
+    norm: Norm | None = None,
 ) -> None:
     """Write `out` [T, H]. The arguments are checked, `numerics` is concrete; T may be 0."""
     (T, K), (R, H) = row_map.shape, rows.shape
     facts = Facts.of(K, H, numerics, routed_scale, place.pdl(rows.device))
     strides = (
-        rows.stride(0), *row_map.stride(), *((0, 0) if weights is None else weights.stride()),
-        0 if shared is None else shared.stride(0), 0 if shared_gate is None else shared_gate.stride(0), out.stride(0),
+        *row_map.stride(), *((0, 0) if weights is None else weights.stride()),
+        0 if shared_gate is None else shared_gate.stride(0),
     )  # fmt: skip
-    tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, out, control)
-    options = vars(facts) | {"KIND": int(Kind.FINALIZE_ALL_REDUCE)}
-    _launch(tensors, (T, R, *strides, float(routed_scale)), place, options)
+    kind = Kind.FINALIZE_ALL_REDUCE if norm is None else Kind.FINALIZE_ALL_REDUCE_NORM
+    tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows)
+    _launch(tensors, (T, R, *strides, float(routed_scale)), control, place, out, norm, facts, kind)
 
 
-def launch_all_reduce(x: torch.Tensor, control: torch.Tensor, place: Place, out: torch.Tensor) -> None:
-    """Write `out` [T, H], the sum over ranks of each rank's x [T, H]."""
+def launch_all_reduce(
+    x: torch.Tensor, control: torch.Tensor, place: Place, out: torch.Tensor, norm: Norm | None = None
+) -> None:
+    """Write `out` [T, H] from the sum over ranks of each rank's x [T, H]."""
     T, H = x.shape
     facts = Facts.of(1, H, Numerics.TRTLLM, 1.0, place.pdl(x.device))
-    tensors = (x, None, None, None, None, None, out, control)
-    numbers = (T, T, x.stride(0), 0, 0, 0, 0, 0, 0, out.stride(0), 1.0)
-    _launch(tensors, numbers, place, vars(facts) | {"KIND": int(Kind.ALL_REDUCE)})
+    kind = Kind.ALL_REDUCE if norm is None else Kind.ALL_REDUCE_NORM
+    tensors = (x, None, None, None, None, None)
+    _launch(tensors, (T, T, 0, 0, 0, 0, 0, 1.0), control, place, out, norm, facts, kind)
 
 
 def _launch(
-    tensors: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...], place: Place, options: dict[str, Any]
-) -> None:
-    control = tensors[-1]
-    assert control is not None
-    options = options | {
-        "W": place.world_size, "BLOCK": _BLOCK, "THREADS": 32 * _WARPS, "num_warps": _WARPS, "enable_fp_fusion": False,
-        "launch_pdl": options["PDL"],
+    inputs: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...], control: torch.Tensor, place: Place,
+    out: torch.Tensor, norm: Norm | None, facts: Facts, kind: Kind,
+) -> None:  # fmt: skip
+    T, H = out.shape
+    after = (None,) * 4 if norm is None else (norm.residual, norm.norm_weight, norm.post_norm_weight, norm.residual_out)
+    residual, norm_weight, post_norm_weight, residual_out = after
+    tensors = (*inputs, residual, norm_weight, post_norm_weight, out, residual_out, control)
+    warps = _WARPS if norm is None else _NORM_WARPS
+    block = _BLOCK if norm is None else max(32 * warps, triton.next_power_of_2(H))
+    options = vars(facts) | {
+        "KIND": int(kind), "FINALIZE": kind in (Kind.FINALIZE_ALL_REDUCE, Kind.FINALIZE_ALL_REDUCE_NORM),
+        "NORM": norm is not None, "ZERO_CENTRED": norm is not None and norm.zero_centred, "W": place.world_size,
+        "BLOCK": block, "THREADS": 32 * warps, "num_warps": warps, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
     }  # fmt: skip
-    dtypes = tuple(None if t is None else t.dtype for t in tensors)
-    T, _, rows_stride, *_, shared_stride, _, out_stride, _ = numbers
-    capacity = place.max_tokens * workspace.slot_stride(options["H"])
-    aligned = (rows_stride, shared_stride, out_stride, capacity)
-    _compile(control.device, dtypes, aligned, tuple(sorted(options.items())))
-    blocks = T * triton.cdiv(options["H"], _BLOCK)
-    grid = max(1, min(blocks, place.programs(control.device)))
-    with torch.cuda.device(control.device):
-        _finalize_all_reduce_kernel[(grid,)](
-            *tensors, *numbers, place.rank, capacity, **options
-        )  # fmt: skip
+    strides = tuple(0 if t is None else t.stride(0) for t in (inputs[0], inputs[3], residual, out, residual_out))
+    aligned = (*strides, place.max_tokens * workspace.slot_stride(H))
+    _compile(
+        out.device, tuple(None if t is None else t.dtype for t in tensors), aligned, tuple(sorted(options.items()))
+    )
+    grid = max(1, min(T * triton.cdiv(H, block), place.programs(out.device, warps)))
+    eps = 0.0 if norm is None else float(norm.eps)
+    with torch.cuda.device(out.device):
+        _finalize_all_reduce_kernel[(grid,)](*tensors, *numbers, eps, place.rank, *aligned, **options)
 
 
 @functools.cache
 def _compile(
     device: torch.device,
     dtypes: tuple[torch.dtype | None, ...],
-    aligned: tuple[int, int, int, int],
+    aligned: tuple[int, ...],
     options: tuple[tuple[str, Any], ...],
 ) -> None:
     """Compile and load: a module that is loaded while another rank's kernel polls on the same GPU waits for it.
 
     Nothing else is specialized, so this one kernel serves every T and every rank."""
-    rows_stride, shared_stride, out_stride, capacity = aligned
-    numbers = (2, 2, rows_stride, 2, 2, 2, 2, shared_stride, 2, out_stride, 2.0, 2, capacity)
+    unspecialized = (2, 2, 2, 2, 2, 2, 2, 2.0, 2.0, 2)  # T, R, five strides, scale, eps, rank
     with torch.cuda.device(device):
-        compiled = _finalize_all_reduce_kernel.warmup(*dtypes, *numbers, grid=(1,), **dict(options))
+        compiled = _finalize_all_reduce_kernel.warmup(*dtypes, *unspecialized, *aligned, grid=(1,), **dict(options))
         compiled[(1, 1, 1)]
 
 
 @triton.jit(do_not_specialize=["T", "R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
-                               "gate_stride", "scale", "RANK"])  # fmt: skip
+                               "gate_stride", "scale", "eps", "RANK"])  # fmt: skip
 def _finalize_all_reduce_kernel(
-    rows, row_map, weights, shared, gate, num_valid_rows, out, control, T, R, rows_stride, map_stride_t, map_stride_k,
-    weights_stride_t, weights_stride_k, shared_stride, gate_stride, out_stride, scale, RANK, capacity,
+    rows, row_map, weights, shared, gate, num_valid_rows, residual, norm_weight, post_norm_weight, out, residual_out,
+    control, T, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k, gate_stride, scale, eps, RANK,
+    rows_stride, shared_stride, residual_stride, out_stride, residual_out_stride, capacity,
     K: tl.constexpr, H: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
-    TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr,
-    BLOCK: tl.constexpr, THREADS: tl.constexpr,
+    TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
+    FINALIZE: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -175,14 +199,14 @@ def _finalize_all_reduce_kernel(
         t = (b // columns).to(tl.int64)
         c = b % columns * BLOCK + tl.arange(0, BLOCK)
         here = c < H
-        if KIND == _ALL_REDUCE:
-            y = tl.load(rows + t * rows_stride + c, mask=here, other=0.0)
-        else:
+        if FINALIZE:
             y = _finalized(
                 rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
                 weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype, K, BLOCK, PRODUCT, GROUPS,
                 SCALE, TWO_ROUNDINGS, POSITIVE_ZERO,
             )  # fmt: skip
+        else:
+            y = tl.load(rows + t * rows_stride + c, mask=here, other=0.0)
         nan = 0x7FC0 if dtype == tl.bfloat16 else 0x7E00
         bits = tl.where(y != y, tl.full([BLOCK], nan, tl.int16), y.to(tl.int16, bitcast=True))
         at = (phase * W + RANK) * capacity + t * STRIDE + c
@@ -226,9 +250,16 @@ def _finalize_all_reduce_kernel(
             peer = tl.maximum(_uniform(who), latest - 1)
             _fail(control, tl.where(state == _LATE, _TIMED_OUT, _DISAGREED).to(tl.int64), peer, call)
         good = alive & (failed == 0)
-        y = tl.where(good, total, float("nan")).to(dtype)
-        if T > 0:
-            tl.store(out + t * out_stride + c, y, mask=here)
+        y = _to(tl.where(good, total, float("nan")), dtype)
+        if NORM:
+            old = tl.load(residual + t * residual_stride + c, mask=here, other=0.0)
+            weight = tl.load(norm_weight + c, mask=here, other=0.0)
+            post_weight = None
+            if post_norm_weight is not None:
+                post_weight = tl.load(post_norm_weight + c, mask=here, other=0.0)
+            y, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED)
+            tl.store(residual_out + t * residual_out_stride + c, new, mask=here)
+        tl.store(out + t * out_stride + c, y, mask=here)
         for w in tl.static_range(W):
             tl.store(_slot(mine, at + w * capacity), tl.full([BLOCK], _SENTINEL, tl.int16), mask=here & good)
 

@@ -37,6 +37,8 @@ class Kind(enum.IntEnum):
 
     ALL_REDUCE = 1
     FINALIZE_ALL_REDUCE = 2
+    ALL_REDUCE_NORM = 3
+    FINALIZE_ALL_REDUCE_NORM = 4
 
 
 def header(call: int, kind: Kind, T: int) -> int:

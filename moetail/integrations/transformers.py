@@ -182,7 +182,7 @@ def _plan(name: str, experts: Any, model: PreTrainedModel) -> BlockPlan:
     device = weight.device
     if device.type == "meta":  # offloaded by accelerate: where its hook will put it
         device = torch.device(getattr(getattr(experts, "_hf_hook", None), "execution_device", device))
-    stock = _static_reason(weight.dtype, device, _top_k(experts.config), H)
+    stock = _static_reason(weight.dtype, device, top_k(experts.config), H)
     if stock is None and experts.training:
         stock = Reason.GRADIENTS
     if stock is None and torch.is_autocast_enabled(device.type):
@@ -213,11 +213,15 @@ def _static_reason(dtype: torch.dtype, device: torch.device, K: int, H: int) -> 
 def _finalize_only_reason(experts: Any) -> Reason | None:
     if "forward" in vars(experts) or experts._forward_hooks or torch.nn.modules.module._global_forward_hooks:
         return Reason.WRAPPED
-    config = experts.config
-    # hy_v3 adds in fp32; nemotron_h projects the routed sum back from a latent size.
-    if getattr(config, "enable_moe_fp32_combine", False) or getattr(config, "moe_latent_size", None):
+    if is_transformed(experts.config):
         return Reason.TRANSFORMED
-    return None if has_shared_experts(config) else Reason.NO_SHARED_EXPERTS
+    return None if has_shared_experts(experts.config) else Reason.NO_SHARED_EXPERTS
+
+
+def is_transformed(config: Any) -> bool:
+    """Whether the block changes the routed sum before the add: hy_v3 adds in fp32; nemotron_h projects the sum back
+    from a latent size."""
+    return bool(getattr(config, "enable_moe_fp32_combine", False) or getattr(config, "moe_latent_size", None))
 
 
 def has_shared_experts(config: Any) -> bool:
@@ -225,7 +229,8 @@ def has_shared_experts(config: Any) -> bool:
     return any(getattr(config, name, None) for name in _SHARED_EXPERTS)
 
 
-def _top_k(config: Any) -> int:
+def top_k(config: Any) -> int:
+    """K, whatever the family calls it; the largest where the layers differ."""
     text = config.get_text_config()
     for name in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token", "moe_top_k"):
         value = getattr(text, name, None)

@@ -1,0 +1,35 @@
+"""What is known about a model before it is built: enough to plan its tails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moetail.plan import LayerFacts
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """layers: the model's and then its drafter's. stage_cuts: the layers at which a pipeline stage may start, None for
+    any."""
+
+    name: str
+    layers: tuple[LayerFacts, ...]
+    K: int
+    H: int
+    stage_cuts: tuple[int, ...] | None = None
+
+    def stage_starts(self, pp: int) -> tuple[int, ...]:
+        """The first layer of each of `pp` stages of equal length, to the layer.
+
+        Raises: ValueError where the model has fewer layers, or may not be cut there.
+        """
+        count = sum(not layer.is_drafter for layer in self.layers)
+        if not 1 <= pp <= count:
+            raise ValueError(f"pp must be from 1 to the {count} layers of {self.name}, got {pp}")
+        starts = tuple(stage * count // pp for stage in range(pp))
+        if self.stage_cuts is not None and not set(starts[1:]) <= set(self.stage_cuts):
+            raise ValueError(
+                f"pp must cut {self.name} at layers {', '.join(map(str, self.stage_cuts))} only, got {pp}, which cuts "
+                f"at {', '.join(map(str, starts[1:]))}"
+            )
+        return starts

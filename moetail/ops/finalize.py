@@ -94,15 +94,19 @@ def _inputs(*tensors: torch.Tensor | None) -> tuple[tuple[str, torch.Tensor | No
 
 
 def _check_no_overlap(
-    out: torch.Tensor, shared: torch.Tensor | None, others: tuple[tuple[str, torch.Tensor | None], ...]
+    out: torch.Tensor,
+    like: torch.Tensor | None,
+    others: tuple[tuple[str, torch.Tensor | None], ...],
+    names: tuple[str, str] = ("out", "shared"),
 ) -> None:
-    """`out` may be `shared`, element for element; nothing else that is read may share memory with it."""
+    """`out` may be `like`, element for element; nothing else that is read may share memory with it."""
+    name, like_name = names
     if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
-        raise ValueError(f"out must have a row stride of at least {out.shape[1]}, got {out.stride(0)}")
-    in_place = shared is not None and (out.data_ptr(), out.stride()) == (shared.data_ptr(), shared.stride())
-    for name, tensor in (*others, ("shared", None if in_place else shared)):
+        raise ValueError(f"{name} must have a row stride of at least {out.shape[1]}, got {out.stride(0)}")
+    in_place = like is not None and (out.data_ptr(), out.stride()) == (like.data_ptr(), like.stride())
+    for other, tensor in (*others, (like_name, None if in_place else like)):
         if tensor is not None and _overlap(out, tensor):
-            raise ValueError(f"out must not overlap {name}, got a view of its memory")
+            raise ValueError(f"{name} must not overlap {other}, got a view of its memory")
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -41,6 +43,32 @@ def launch(
     out: torch.Tensor,
 ) -> None:
     """Write `out`. The arguments are checked, `numerics` is concrete, T >= 1."""
+    call = prepare(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out)
+    cpu_threads.run(call.function, call.arguments.ctypes.data, call.threads)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A C function, its argument and how many threads may run it at once. The argument begins with the token to take
+    next, the end of the tokens and how many to take in a turn; `alive` holds the tensors that it points to."""
+
+    function: int
+    arguments: np.ndarray
+    threads: int
+    alive: tuple[torch.Tensor | None, ...]
+
+
+def prepare(
+    rows: torch.Tensor,
+    row_map: torch.Tensor,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+    num_valid_rows: torch.Tensor | None,
+    routed_scale: float,
+    numerics: Numerics,
+    out: torch.Tensor,
+) -> Call:
     (T, K), (R, H) = row_map.shape, rows.shape
     limit = R if num_valid_rows is None else min(R, int(num_valid_rows))
     row_map = row_map.to(torch.int64).contiguous()
@@ -61,11 +89,11 @@ def launch(
     threads = min(torch.get_num_threads(), T, 1 + T * K * H * rows.element_size() // _BYTES_PER_THREAD)
     tokens_a_turn = max(1, T // (8 * threads))
     scale_bits = int(np.float32(routed_scale).view(np.int32))
-    call = np.array([
+    arguments = np.array([
         0, T, tokens_a_turn, rows.data_ptr(), _row_bytes(rows), row_map.data_ptr(), _address(weights), _address(shared),
         _row_bytes(shared), _address(gate), out.data_ptr(), _row_bytes(out), K, H, main, limit, groups, scale_bits,
     ], dtype=np.int64)  # fmt: skip
-    cpu_threads.run(kernel.address, call.ctypes.data, threads)
+    return Call(kernel.address, arguments, threads, (rows, row_map, weights, shared, gate, out))
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -168,8 +196,12 @@ def _multiply_add(typingctx, product, acc, bits, w):  # noqa: ANN001, ANN202
 
 @functools.cache
 def _compiled(*facts: Any) -> Any:
+    return _cached(_kernel, *facts)
+
+
+def _cached(kernel: Callable[..., Any], *facts: Any) -> Any:
     try:
-        return _kernel(*facts, cache=True)
+        return kernel(*facts, cache=True)
     except RuntimeError as error:
         if "cannot cache" not in str(error):
             raise
@@ -179,7 +211,7 @@ def _compiled(*facts: Any) -> Any:
             RuntimeWarning,
             stacklevel=2,
         )
-        return _kernel(*facts, cache=False)
+        return kernel(*facts, cache=False)
 
 
 def _kernel(

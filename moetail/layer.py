@@ -1,0 +1,163 @@
+"""MoELayer: router, experts, shared experts and tail; where a call is finalized is its plan's decision.
+
+The experts always stop after their second GEMM and never learn who finalizes: no tuning of theirs can depend on it.
+A call then ends in one of the plan's three places, with the same bits in each:
+
+    NEXT_LAYER  `forward_unfinalized` hands a MoEOutput on, and the next layer's boundary finalizes it
+    MOE_LAYER   finalize, shared add and the sum over ranks in one op, here
+    EXPERTS     finalize, then the add, then the sum over ranks; in pieces where one launch of the experts is too small
+
+The place follows from the number of tokens alone, so a CUDA graph holds one path and a replay cannot take another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
+from moetail.plan import Place, Plan
+
+
+class Router(Protocol):
+    """Chooses each token's experts."""
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [T, H] -> (topk_weights [T, K], topk_ids [T, K])."""
+        ...
+
+
+class Experts(Protocol):
+    """The routed experts, which stop after their second GEMM."""
+
+    def __call__(
+        self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> UnfinalizedMoEOutput:
+        """hidden [T, H], topk_ids and topk_weights [T, K] -> expert rows that are not weighted, and where they are."""
+        ...
+
+
+class MoELayer(torch.nn.Module):
+    """One MoE layer of a decoder, on hidden states [T, H].
+
+    router, experts  see their protocols; modules or functions
+    shared_experts   hidden [T, H] -> [T, H] each, added in order; this rank's part of them, as the experts' rows are
+    shared_gate      hidden [T, H] -> logits [T, 1]: the shared experts' output is multiplied by their sigmoid
+    tail             numerics, routed scale, and the workspace of the ranks that the output is summed over
+    plan, index      the model's plan, and this layer's number in it
+    shared_stream    a CUDA stream for the shared experts, beside the routed ones; None: one after the other
+
+    Raises: ValueError where the plan has no such MoE layer, or sends calls to EXPERTS under numerics that round once:
+    an add of its own rounds twice.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared_experts: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (),
+        *,
+        plan: Plan,
+        index: int,
+        tail: TailSpec | None = None,
+        shared_gate: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        shared_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        super().__init__()
+        plan.place(index, 0)
+        self.tail = TailSpec() if tail is None else tail
+        numerics = self.tail.numerics
+        unfused = [part for part in plan.ranges[index] if part.place is Place.EXPERTS]
+        if unfused and (numerics.rounding, numerics.zero) != ("two", "keep"):
+            raise ValueError(
+                f"tail must have numerics that round twice and keep -0 where the plan finalizes in the experts "
+                f"({unfused[0]}), got {numerics.name}"
+            )
+        self.router, self.experts, self.shared_gate = router, experts, shared_gate
+        self.shared_experts = shared_experts
+        for name, part in (("router", router), ("experts", experts), ("shared_gate", shared_gate)):
+            if isinstance(part, torch.nn.Module):
+                self.add_module(name, part)
+        for i, part in enumerate(shared_experts):
+            if isinstance(part, torch.nn.Module):
+                self.add_module(f"shared_expert_{i}", part)
+        self.plan, self.index, self.shared_stream = plan, index, shared_stream
+
+    def defer_finalize(self, next_layer_max_tokens: int) -> None:
+        """The next layer's boundary takes at most so many tokens unfinalized: called when the model is built, before
+        any capture. The limit only goes down."""
+        self.plan = self.plan.lowered(self.index, next_layer_max_tokens)
+
+    def finalizes_in_next_layer(self, num_tokens: int) -> bool:
+        """Whether a call of so many tokens must be made by `forward_unfinalized`. Raises: ValueError above the plan's
+        largest call."""
+        return self.plan.place(self.index, num_tokens) is Place.NEXT_LAYER
+
+    def forward_unfinalized(self, hidden: torch.Tensor) -> MoEOutput:
+        """The call with its tail still to run. Raises: ValueError for a call that the plan finalizes elsewhere."""
+        if not self.finalizes_in_next_layer(hidden.shape[0]):
+            raise ValueError(
+                f"hidden must have a number of tokens that the next layer finalizes, got {hidden.shape[0]}: "
+                f"{self.plan.range_of(self.index, hidden.shape[0])}"
+            )
+        return self._unfinalized(hidden)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, H], finished here wherever the plan would have finished it: a caller that wants a tensor gets one."""
+        if self.plan.place(self.index, hidden.shape[0]) is Place.EXPERTS:
+            return self._separately(hidden)
+        return self._unfinalized(hidden).complete()
+
+    def _unfinalized(self, hidden: torch.Tensor) -> MoEOutput:
+        shared = self._fork_shared(hidden)
+        weights, ids = self.router(hidden)
+        routed = self.experts(hidden, ids, weights)
+        return MoEOutput(routed, self._join_shared(shared), self.tail)
+
+    def _separately(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Finalize, add, sum over ranks: three steps, and as many launches of the experts as they need."""
+        shared = self._fork_shared(hidden)
+        weights, ids = self.router(hidden)
+        alone = TailSpec(self.tail.numerics, self.tail.routed_scale)
+        most = self.plan.layers[self.index].experts_max_tokens or max(hidden.shape[0], 1)
+        pieces = [
+            self.experts(h, i, w).finalize(None, alone)
+            for h, i, w in zip(hidden.split(most), ids.split(most), weights.split(most), strict=True)
+        ]
+        y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        joined = self._join_shared(shared)
+        y = y if joined is None else y + joined
+        w = self.tail.workspace
+        if w is None or w.world_size == 1:
+            return y
+        w.admit("hidden", y, y.shape[0])
+        return torch.ops.moetail.all_reduce(
+            y, w.control, w.group_name, w.rank, w.world_size, w.max_tokens, w.one_gpu
+        )  # fmt: skip
+
+    def _fork_shared(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The shared experts' output; on the side stream, where there is one, behind what made `hidden`."""
+        if not self.shared_experts:
+            return None
+        if self.shared_stream is None:
+            return self._shared(hidden)
+        self.shared_stream.wait_stream(torch.cuda.current_stream(hidden.device))
+        hidden.record_stream(self.shared_stream)
+        with torch.cuda.stream(self.shared_stream):
+            return self._shared(hidden)
+
+    def _join_shared(self, shared: torch.Tensor | None) -> torch.Tensor | None:
+        """The current stream waits for the side stream, and keeps the memory it will read from being given away."""
+        if shared is not None and self.shared_stream is not None:
+            current = torch.cuda.current_stream(shared.device)
+            current.wait_stream(self.shared_stream)
+            shared.record_stream(current)
+        return shared
+
+    def _shared(self, hidden: torch.Tensor) -> torch.Tensor:
+        total = self.shared_experts[0](hidden)
+        for expert in self.shared_experts[1:]:
+            total = total + expert(hidden)
+        return total if self.shared_gate is None else torch.sigmoid(self.shared_gate(hidden)) * total

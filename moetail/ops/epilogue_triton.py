@@ -1,0 +1,45 @@
+"""What follows the shared add, on one token's row in registers: for every kernel that ends a layer.
+
+One program owns the whole row, as [BLOCK] with BLOCK >= H; `here` is False beyond H. The definitions are
+`moetail.reference.rms_norm` and the last lines of `moetail.reference.finalize_norm`; that of rms_norm says why the sum
+is of integers, which `tl.max` and `tl.sum` may then add in any order, on any layout and number of warps.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moetail.ops.finalize_triton import _to
+
+
+@triton.jit
+def _residual_norm(y, residual, weight, post_weight, here, eps, H: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """(h, residual'): the sandwich norm of y where post_weight is given, the residual add, the next layer's norm.
+
+    y and residual: the rows' dtype; weight and post_weight: any float dtype; all [BLOCK].
+    """
+    dtype: tl.constexpr = y.dtype
+    if post_weight is not None:
+        y = _to(_rms_norm(y.to(tl.float32), post_weight, here, eps, H, ZERO_CENTRED), dtype)
+    residual = _to(residual.to(tl.float32) + y.to(tl.float32), dtype)
+    h = _to(_rms_norm(residual.to(tl.float32), weight, here, eps, H, ZERO_CENTRED), dtype)
+    return h, residual
+
+
+@triton.jit
+def _rms_norm(x, weight, here, eps, H: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """fp32 [BLOCK], not yet rounded to the rows' dtype; x is fp32."""
+    x = tl.where(here, x, 0.0)  # beyond H a caller's lanes may hold anything: what was never sent, 0 times infinity
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # PTX's abs may keep the sign of a NaN
+    scale = ((276 - tl.maximum(largest >> 23, 89)) << 23).to(tl.float32, bitcast=True)
+    x = x * scale
+    q = ((tl.abs(x) + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000).to(tl.int64)
+    total = tl.sum(q * q, axis=0)
+    mean = tl.div_rn(total.to(tl.float32), tl.full([], H, tl.float32))
+    mean = tl.where(largest < 0x7F800000, mean, largest.to(tl.float32, bitcast=True))
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), tl.sqrt_rn(mean + eps * scale * scale))
+    weight = weight.to(tl.float32)
+    if ZERO_CENTRED:
+        weight = 1.0 + weight
+    return x * inverse * weight

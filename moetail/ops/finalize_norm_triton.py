@@ -1,0 +1,160 @@
+"""finalize_norm on a CUDA GPU: one Triton kernel from expert rows and residual to the next layer's input.
+
+A program owns one token: its row stays in registers from the first load to the last store, and the norm's sum needs no
+other program. Programmatic dependent launch as in `finalize_triton.py`: dependents may start at once, and nothing is
+read or stored before the kernel's own wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import triton
+import triton.language as tl
+
+from moetail.numerics import Numerics
+from moetail.ops.epilogue_triton import _residual_norm
+from moetail.ops.finalize_triton import Facts, _finalized, has_pdl
+
+
+@dataclass(frozen=True)
+class FinalizeNormConfig:
+    """Warps of a program. A config changes time, never bits."""
+
+    warps: int
+
+
+# Least T, and the 16-bit elements of a row that a thread holds (8 are one 16-byte load). Few tokens need each program
+# to be fast; many need several on a multiprocessor: at H 5120 the registers of sm_90 hold one program of 32 warps (8
+# elements), two of 16, three of 8 (32 elements) and four of 4 (Triton 3.6). Not yet timed.
+_ELEMENTS_A_THREAD = ((0, 8), (256, 32))
+
+
+def heuristic(T: int, H: int, element_size: int) -> FinalizeNormConfig:
+    """The config of a call, from static facts."""
+    elements = next(elements for least, elements in reversed(_ELEMENTS_A_THREAD) if least <= T)
+    return _fitted(elements, H, element_size)
+
+
+def every_config(H: int, element_size: int) -> tuple[FinalizeNormConfig, ...]:
+    """All that `heuristic` can answer for some T: what has to be compiled so that no later T compiles."""
+    return tuple(dict.fromkeys(_fitted(elements, H, element_size) for _, elements in _ELEMENTS_A_THREAD))
+
+
+def _fitted(elements: int, H: int, element_size: int) -> FinalizeNormConfig:
+    warps = triton.next_power_of_2(H) * element_size // (2 * 32 * elements)
+    return FinalizeNormConfig(min(max(warps, 1), 32))
+
+
+def launch(
+    rows: torch.Tensor,
+    row_map: torch.Tensor,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+    num_valid_rows: torch.Tensor | None,
+    routed_scale: float,
+    numerics: Numerics,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    post_norm_weight: torch.Tensor | None,
+    zero_centred: bool,
+    out: torch.Tensor,
+    residual_out: torch.Tensor,
+    config: FinalizeNormConfig | None = None,
+) -> None:
+    """Write `out` and `residual_out`. The arguments are checked, `numerics` is concrete, T >= 1.
+
+    The first call of a kind compiles and loads every config that another T could ask for.
+    """
+    (T, K), (R, H) = row_map.shape, rows.shape
+    facts = Facts.of(K, H, numerics, routed_scale, has_pdl(rows.device))
+    strides = _Strides(rows.stride(0), 0 if shared is None else shared.stride(0), residual.stride(0), out.stride(0),
+                       residual_out.stride(0))  # fmt: skip
+    tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, residual, norm_weight, post_norm_weight,
+               out, residual_out)  # fmt: skip
+    if config is None:
+        config = heuristic(T, H, rows.element_size())
+        if rows.device.type == "cuda":
+            _compile(rows.device, tuple(None if t is None else t.dtype for t in tensors), strides, facts, zero_centred)
+    weights_strides = (0, 0) if weights is None else weights.stride()
+    gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
+    # Triton launches on the current device's stream, whatever device the tensors are on.
+    with torch.cuda.device(rows.device) if rows.device.type == "cuda" else contextlib.nullcontext():
+        _finalize_norm_kernel[(T,)](
+            *tensors, R, *row_map.stride(), *weights_strides, gate_stride, *vars(strides).values(),
+            float(routed_scale), float(eps), **_options(facts, zero_centred, config),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Strides:
+    """Row strides, in elements, in the kernel's order. Triton compiles for their divisibility."""
+
+    rows: int
+    shared: int
+    residual: int
+    out: int
+    residual_out: int
+
+
+def _options(facts: Facts, zero_centred: bool, config: FinalizeNormConfig) -> dict[str, Any]:
+    return vars(facts) | {
+        "BLOCK": triton.next_power_of_2(facts.H), "ZERO_CENTRED": zero_centred, "num_warps": config.warps,
+        "enable_fp_fusion": False, "launch_pdl": facts.PDL,
+    }  # fmt: skip
+
+
+@functools.cache
+def _compile(
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: _Strides, facts: Facts, zero_centred: bool
+) -> None:
+    """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
+    unspecialized = (2,) * 6  # R and five strides
+    with torch.cuda.device(device):
+        for config in every_config(facts.H, cast(torch.dtype, dtypes[0]).itemsize):
+            compiled = _finalize_norm_kernel.warmup(
+                *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,),
+                **_options(facts, zero_centred, config),
+            )  # fmt: skip
+            compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
+
+
+@triton.jit(do_not_specialize=["R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
+                               "gate_stride", "scale", "eps"])  # fmt: skip
+def _finalize_norm_kernel(
+    rows, row_map, weights, shared, gate, num_valid_rows, residual, norm_weight, post_norm_weight, out, residual_out, R,
+    map_stride_t, map_stride_k, weights_stride_t, weights_stride_k, gate_stride, rows_stride, shared_stride,
+    residual_stride, out_stride, residual_out_stride, scale, eps,
+    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr,
+    SCALE: tl.constexpr, TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    limit = R
+    if num_valid_rows is not None:
+        limit = tl.minimum(R.to(tl.int64), tl.load(num_valid_rows).to(tl.int64))
+    # Loaded first: they wait for no row index, and the norm then waits for none of them.
+    old = tl.load(residual + t * residual_stride + c, mask=here, other=0.0)
+    weight = tl.load(norm_weight + c, mask=here, other=0.0)
+    post_weight = None
+    if post_norm_weight is not None:
+        post_weight = tl.load(post_norm_weight + c, mask=here, other=0.0)
+    y = _finalized(
+        rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
+        weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, out.dtype.element_ty, K, BLOCK, PRODUCT,
+        GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO,
+    )  # fmt: skip
+    h, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED)
+    tl.store(residual_out + t * residual_out_stride + c, new, mask=here)
+    tl.store(out + t * out_stride + c, h, mask=here)

@@ -1,0 +1,86 @@
+"""The epilogue's device functions on bare rows: what must not show in the bits, and where a row ends."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from moetail import reference
+from moetail.ops.epilogue_triton import _residual_norm, _rms_norm
+from moetail.testing import assert_same_bits
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    c = tl.program_id(0) * H + tl.arange(0, BLOCK)
+    here = tl.arange(0, BLOCK) < H
+    # Beyond H: what the kernels must never let in.
+    row = tl.load(x + c, mask=here, other=float("nan")).to(tl.float32)
+    w = tl.load(weight + tl.arange(0, BLOCK), mask=here, other=float("nan"))
+    tl.store(out + c, _rms_norm(row, w, here, eps, H, ZERO_CENTRED), mask=here)
+
+
+@triton.jit
+def residual_norm_kernel(y, residual, weight, h, residual_out, eps, H: tl.constexpr, BLOCK: tl.constexpr):
+    c = tl.program_id(0) * H + tl.arange(0, BLOCK)
+    here = tl.arange(0, BLOCK) < H
+    w = tl.load(weight + tl.arange(0, BLOCK), mask=here, other=0.0)
+    old = tl.load(residual + c, mask=here, other=0.0)
+    normed, new = _residual_norm(tl.load(y + c, mask=here, other=0.0), old, w, None, here, eps, H, False)
+    tl.store(h + c, normed, mask=here)
+    tl.store(residual_out + c, new, mask=here)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+def norm(x, weight, eps=1e-6, *, block=None, warps=4, zero_centred=False):
+    out = torch.full_like(x, float("nan"))
+    block = block or triton.next_power_of_2(x.shape[1])
+    rms_norm_kernel[(x.shape[0],)](
+        x, weight, out, eps, H=x.shape[1], BLOCK=block, ZERO_CENTRED=zero_centred, num_warps=warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("H", [1, 3, 96, 257])
+def test_neither_block_nor_warps_show(device, H):
+    x, weight = torch.randn(4, H, device=device), torch.randn(H, device=device)
+    want = reference.rms_norm(x, weight, 1e-6)
+    for block in (triton.next_power_of_2(H), 512, 2048):
+        for warps in (1, 2, 4, 8):
+            assert_same_bits(norm(x, weight, block=block, warps=warps), want)
+
+
+def test_the_order_of_the_columns_does_not_show(device):
+    """Permuted columns give permuted bits, which no sum in floating point does."""
+    x, weight = torch.randn(16, 1025, device=device) * 3.0, torch.randn(1025, device=device)
+    x[:, 0] = 1e4
+    want = norm(x, weight)
+    for seed in range(3):
+        order = torch.randperm(1025, generator=torch.Generator().manual_seed(seed)).to(device)
+        assert_same_bits(norm(x[:, order].contiguous(), weight[order]), want[:, order])
+        assert_same_bits(reference.rms_norm(x[:, order], weight[order], 1e-6), want[:, order])
+
+
+def test_zero_centred_adds_one_in_fp32(device):
+    """1 + 2**-9 is no bf16."""
+    x, weight = torch.randn(4, 64, device=device), torch.full((64,), 2.0**-9, device=device).to(BF16)
+    got = norm(x, weight, zero_centred=True)
+    assert_same_bits(got, reference.rms_norm(x, weight, 1e-6, zero_centred=True))
+    assert_same_bits(got, norm(x, 1.0 + weight.float()))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_the_norm_is_of_the_rounded_residual(device, dtype):
+    y, residual = (torch.randn(5, 100, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(100, device=device).to(dtype)
+    h, new = torch.empty_like(y), torch.empty_like(y)
+    residual_norm_kernel[(5,)](y, residual, weight, h, new, 1e-6, H=100, BLOCK=128, enable_fp_fusion=False)
+    assert_same_bits(new, y + residual)
+    assert_same_bits(h, reference.rms_norm(y + residual, weight, 1e-6))
