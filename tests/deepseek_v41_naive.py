@@ -121,6 +121,6 @@ def layer(S, pre, tokens, p, c):
     S = torch.stack([post(ys[t], S[t], *mixed[t][1:]) for t in T])
     xs = [rms(mixed[t][0] @ S[t]) * p.ffn_norm.to(F64) for t in T]
     mixed = [mixes(S[t], p.ffn_mix, c) for t in T]
-    ys, margins = zip(*(moe(xs[t], p.moe, c, p.top_k) for t in T), strict=True)
+    ys, margins = zip(*(moe(xs[t], p.moe, c, p.router.top_k) for t in T), strict=True)
     S = torch.stack([post(ys[t], S[t], *mixed[t][1:]) for t in T])
     return S, torch.stack([m[0] for m in mixed]), margins

@@ -87,7 +87,7 @@ def check_against_oracle(tensors, decoder):
 def test_which_layers_are_what(decoder):  # pitfall 10
     assert [layer.window_only for layer in decoder.layers] == [True, True, False, False, False, False]
     assert [layer.engram is not None for layer in decoder.layers] == [False, True, False, True, False, False]
-    assert {(layer.top_k, layer.moe.w13.shape) for layer in decoder.layers} == {(3, (8, 96, 64))}
+    assert {(layer.router.top_k, layer.moe.w13.shape) for layer in decoder.layers} == {(3, (8, 96, 64))}
 
 
 def test_every_layer_is_the_oracles(one_rank, decoder):

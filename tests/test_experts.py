@@ -5,18 +5,35 @@ import torch
 
 from moetail.models.deepseek_v41_config import small
 from moetail.models.dense import swiglu
-from moetail.models.experts import MoEParameters, expert_rows, moe
+from moetail.models.experts import MoEParameters, expert_rows, moe, router
 from moetail.models.parameters import Parameters
+from moetail.ops.route import route
 from moetail.testing import assert_same_bits
 
 BF16 = torch.bfloat16
 CONFIG = small()
-LIMIT = 10.0
+LIMIT, ROUTER = 10.0, router(3, CONFIG)
 
 
 @pytest.fixture(scope="module")
 def p():
     return MoEParameters.random(Parameters(torch.device("cpu")), "ffn", CONFIG, 8)
+
+
+def test_the_router_of_the_example():  # pitfall 9: the bias selects and does not weigh, 1.5 is in the weights
+    weights, ids = route(torch.tensor([[2, -1, 0.5, 30]]), router(2, CONFIG), torch.tensor([0, 5.0, 0, -9]))
+    assert ids.tolist() == [[1, 0]]
+    torch.testing.assert_close(weights, torch.tensor([[0.4160, 1.0840]]), rtol=0, atol=5e-5)
+
+
+def test_the_bias_reaches_the_router(p):
+    x = torch.randn(20, 64).to(BF16)
+    logits = x.float() @ p.gate.float().T
+    weights, ids = route(logits, ROUTER, p.bias)
+    assert (ids != route(logits, ROUTER)[1]).any()  # random biases matter
+    routed, _ = moe(x, p, ROUTER, LIMIT)
+    torch.testing.assert_close(routed.weights, weights)
+    assert_same_bits(routed.row_map, expert_rows(x, ids, weights, p.w13, p.w2, LIMIT).row_map)
 
 
 def one(x, w13, w2):
@@ -41,7 +58,7 @@ def test_rows_are_the_experts_outputs_without_weights(p, T):
 
 def test_the_shared_expert_is_not_scaled(p):  # pitfall 9
     x = torch.randn(9, 64).to(BF16)
-    routed, shared = moe(x, p, 3, 1.5, LIMIT)
+    routed, shared = moe(x, p, ROUTER, LIMIT)
     torch.testing.assert_close(shared, torch.stack([one(row, p.shared_w13, p.shared_w2) for row in x]))
     torch.testing.assert_close(routed.weights.sum(1), torch.full((9,), 1.5))
 
@@ -49,6 +66,6 @@ def test_the_shared_expert_is_not_scaled(p):  # pitfall 9
 def test_given_ids_keep_the_routers_weights(p):
     x = torch.randn(9, 64).to(BF16)
     ids = torch.arange(27, dtype=torch.int32).view(9, 3) % 8
-    routed, _ = moe(x, p, 3, 1.5, LIMIT, ids)
-    assert_same_bits(routed.weights, moe(x, p, 3, 1.5, LIMIT)[0].weights)
+    routed, _ = moe(x, p, ROUTER, LIMIT, ids)
+    assert_same_bits(routed.weights, moe(x, p, ROUTER, LIMIT)[0].weights)
     assert_same_bits(routed.rows, expert_rows(x, ids, routed.weights, p.w13, p.w2, LIMIT).rows)

@@ -77,7 +77,7 @@ def test_a_layer_runs_example_a(monkeypatch):  # pitfalls 2 and 7
         rms_norm_eps=EPS, hc_eps=HC_EPS, hc_sinkhorn_iters=20, routed_scaling_factor=1.5, swiglu_limit=10.0
     )
     ones = torch.ones(2, dtype=BF16)
-    layer = Layer(ones, ones, ATTN, FFN, None, None, None, 1, True)
+    layer = Layer(ones, ones, ATTN, FFN, None, None, None, None, True)
     S0 = E.repeat(1, 2, 1)
     out = decoder._run(layer, Stream(S0, one_hot(S0)), None, None, {True: None}, lambda routed, shared, tp: shared)
     assert_same_bits(inputs[0], bf16([[1.265625, -0.6328125]]))

@@ -20,11 +20,12 @@ from moetail.models.context import Context, Packed, Places
 from moetail.models.deepseek_v41_config import DeepseekV41Config
 from moetail.models.dense import rms_norm
 from moetail.models.engram import EngramParameters
-from moetail.models.experts import MoEParameters, moe
+from moetail.models.experts import MoEParameters, moe, router
 from moetail.models.hyper_connections import Mixes, MixParameters, collapse, one_hot, post
 from moetail.models.parallel import TensorParallel
 from moetail.models.parameters import Parameters
 from moetail.models.tails import Tail
+from moetail.routing import Router
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Layer:
     attention: AttentionParameters
     moe: MoEParameters
     engram: EngramParameters | None
-    top_k: int
+    router: Router
     window_only: bool
 
     @staticmethod
@@ -64,7 +65,7 @@ class Layer:
             AttentionParameters.random(p, f"{name}.attn", c),
             MoEParameters.random(p, f"{name}.ffn", c, E),
             engram,
-            top_k,
+            router(top_k, c),
             window_only,
         )
 
@@ -200,7 +201,7 @@ class Decoder:
 
         ffn = self._mixes(S, layer.ffn_mix)
         x = rms_norm(collapse(S, attn.pre), layer.ffn_norm, eps)
-        routed, shared = moe(x, layer.moe, layer.top_k, c.routed_scaling_factor, c.swiglu_limit, expert_ids)
+        routed, shared = moe(x, layer.moe, layer.router, c.swiglu_limit, expert_ids)
         S = post(tail(routed, shared, self.tp), S, ffn.post, ffn.comb)
         return Stream(S, ffn.pre)
 

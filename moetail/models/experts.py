@@ -15,7 +15,9 @@ from moetail.contract import UnfinalizedMoEOutput
 from moetail.models.deepseek_v41_config import DeepseekV41Config
 from moetail.models.dense import product_f32, swiglu
 from moetail.models.parameters import Parameters
-from moetail.models.router import route
+from moetail.ops.permute import permute
+from moetail.ops.route import route
+from moetail.routing import Router
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,22 @@ class MoEParameters:
         )
 
 
+def router(top_k: int, config: DeepseekV41Config) -> Router:
+    """The router's bias selects and never weighs; the routed scale is in the weights, nobody multiplies by it again.
+
+    Text only: image tokens, which select with a bias of their own, are left out.
+    """
+    return Router(top_k, "sqrtsoftplus", renormalize=True, routed_scale=config.routed_scaling_factor)
+
+
 def moe(
-    x: torch.Tensor, p: MoEParameters, top_k: int, scale: float, limit: float, expert_ids: torch.Tensor | None = None
+    x: torch.Tensor, p: MoEParameters, router: Router, limit: float, expert_ids: torch.Tensor | None = None
 ) -> tuple[UnfinalizedMoEOutput, torch.Tensor]:
     """x [T, H] -> the routed experts' rows and the shared expert's output [T, H]: this rank's part of both.
 
     expert_ids  [T, K] int32: where the tokens go whatever the router chose; the weights stay the router's
     """
-    ids, weights = route(product_f32(x, p.gate.T), p.bias, top_k, scale)
+    weights, ids = route(product_f32(x, p.gate.T), router, p.bias)
     if expert_ids is not None:
         ids = expert_ids
     shared = functional.linear(swiglu(functional.linear(x, p.shared_w13), limit), p.shared_w2)
@@ -69,13 +79,8 @@ def expert_rows(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, limit: float
 ) -> UnfinalizedMoEOutput:
     """x [T, H] through the experts ids [T, K]: one row a slot, sorted by expert. No host sync."""
-    E, K = w13.shape[0], ids.shape[1]
-    slots = ids.reshape(-1)
-    by_expert, order = torch.sort(slots, stable=True)
-    experts = torch.arange(E, dtype=slots.dtype, device=x.device)
-    ends = torch.searchsorted(by_expert, experts, right=True).to(torch.int32)
-    inner = functional.grouped_mm(x[order // K], w13.transpose(1, 2), offs=ends)
-    rows = functional.grouped_mm(swiglu(inner, limit), w2.transpose(1, 2), offs=ends)
-    row_map = torch.empty_like(slots, dtype=torch.int32)
-    row_map[order] = torch.arange(len(slots), dtype=torch.int32, device=x.device)
-    return UnfinalizedMoEOutput(rows, row_map.view(ids.shape), weights)
+    by_expert = permute(ids, w13.shape[0])
+    tokens = by_expert.source // ids.shape[1]
+    inner = functional.grouped_mm(x.index_select(0, tokens), w13.transpose(1, 2), offs=by_expert.offsets)
+    rows = functional.grouped_mm(swiglu(inner, limit), w2.transpose(1, 2), offs=by_expert.offsets)
+    return UnfinalizedMoEOutput(rows, by_expert.row_map, weights)
