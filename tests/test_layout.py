@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "tuning": set(),
     "routing": set(),
     "plan": set(),
-    "models": {"models", "plan"},
+    "models": {"comm", "contract", "models", "ops", "plan", "routing"},
     "reference": {"numerics", "routing"},
     "layer": {"contract", "plan"},
     "conformance": {"numerics", "reference", "testing"},
@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "ops": {"numerics", "reference", "routing", "ops", "tuning"},
     "comm": {"numerics", "reference", "ops", "tuning", "comm"},
     "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
-    "bench": {"comm", "numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
+    "bench": {"comm", "numerics", "ops", "guards", "models", "testing", "tuning", "reference", "bench", "integrations"},
     "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "layer", "numerics", "ops", "plan", "reference", "routing", "integrations"},
 }
