@@ -32,18 +32,8 @@ MAY_IMPORT = {
     "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
     "bench": {"comm", "numerics", "ops", "guards", "testing", "tuning", "reference", "bench", "integrations"},
     "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
-    "__init__": {
-        "comm",
-        "contract",
-        "experts",
-        "layer",
-        "numerics",
-        "ops",
-        "plan",
-        "reference",
-        "routing",
-        "integrations",
-    },  # fmt: skip
+    "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
+    | {"integrations"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
 CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance", "plan", "models",
