@@ -79,6 +79,14 @@ class _Weights:
 class GroupedMMExperts(_Weights):
     __doc__ = _Weights.__doc__
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _, N, H = self.gate_up_proj.shape
+        if H % 8 or N % 16:
+            raise ValueError(
+                f"gate_up_proj must have H and I that are multiples of 8 (grouped_mm's 16 bytes), got H={H}, I={N // 2}"
+            )
+
     def __call__(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> UnfinalizedMoEOutput:

@@ -85,8 +85,9 @@ def test_against_loops(backend, device, shape, kind):
 
 
 @BACKENDS
-def test_no_tokens(backend):
-    out = Call(T=0)(backend)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_tokens(backend, device):
+    out = Call(T=0, device=device)(backend)
     assert out.num_tokens == 0 and out.finalize(None, TailSpec()).shape == (0, H)
 
 
@@ -190,6 +191,7 @@ def test_the_tail_has_the_bits_of_experts_finalize_add(backend):
 
 BAD = {
     "gate-up-odd": ("gate_up_proj", lambda c: TritonExperts(c.up[:, 1:], c.down)),
+    "grouped-mm-strides": ("gate_up_proj", lambda c: GroupedMMExperts(c.up[:, 4:-4], c.down[:, :, 4:])),
     "down-shape": ("down_proj", lambda c: TritonExperts(c.up, c.down.transpose(1, 2))),
     "down-dtype": ("down_proj", lambda c: TritonExperts(c.up, c.down.float())),
     "gate-up-bias": ("gate_up_bias", lambda c: TritonExperts(c.up, c.down, c.down[:, 0])),

@@ -31,11 +31,10 @@ def oracle(x, weight, p, ids, *, gather=False, activation=None, limit=None, bias
     included), 2**(e - 9) where it lies in [2**(e - 1), 2**e); among subnormals 2**-134.
     """
     live = (p.source >= 0).nonzero().flatten()
-    S, T = p.source[live].long(), p.row_map.shape[0]
-    K = p.row_map.shape[1]
+    S, K = p.source[live].long(), p.row_map.shape[1]
     a = x.double()[S // K if gather else live]
     experts = ids.reshape(-1)[S].long()
-    b = weight.double()[experts] if T else weight.double()[:0]  # [live, N, Kd]
+    b = weight[experts].double()  # [live, N, Kd]
     value = torch.einsum("rk,rnk->rn", a, b)
     size = torch.einsum("rk,rnk->rn", a.abs(), b.abs())
     if bias is not None:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from test_grouped_gemm import oracle
 
 import moetail
 from moetail import guards
@@ -264,8 +265,6 @@ def test_every_run_is_the_same_behind_its_producers(T):
 @pytest.mark.parametrize("T", [1, 64, 3000])
 def test_large_shapes(T):
     """DeepSeek-V4.1's expert, 48 of them, within the derived bound; weights behind 2**31 bytes of memory."""
-    from test_grouped_gemm import oracle
-
     x, up, down = expert_inputs(T, E=48, inner=1152, H=5120)
     ids = choices(T, E=48)
     p = moetail.permute(ids, 48, block=moetail.block_for(T, 6, 48))
@@ -295,6 +294,6 @@ def test_weights_past_two_to_the_31_elements():
     ids = torch.tensor([[1023, 0], [1022, 5], [1000, 1], [963, 2]], device="cuda")
     w[ids.flatten()] = torch.randn(8, N, Kd, device="cuda").to(BF16)
     p = moetail.permute(ids, E, block=16)
-    got = moetail.grouped_gemm(x, w, p, gather=True)[p.row_map.flatten().long()]
-    want = torch.stack([w[e].float() @ x[i // 2].float() for i, e in enumerate(ids.flatten().tolist())]).to(BF16)
-    torch.testing.assert_close(got, want, rtol=1.6e-2, atol=1e-2)  # zeros where the offset wraps
+    got = moetail.grouped_gemm(x, w, p, gather=True)[p.source >= 0]  # zeros where an offset wraps
+    value, bound = oracle(x, w, p, ids, gather=True, unit=17 / 16 * 2**-23)
+    assert ((got.double() - value).abs() <= bound).all()
