@@ -166,6 +166,18 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(device, activation):
             assert_same_bits(alone, want[2 * t : 2 * t + 2])
 
 
+@pytest.mark.parametrize("config", list(gt.CONFIGS.values()), ids=str)
+def test_dead_rows_are_not_written(config):
+    """Neither padding nor what lies past the end; and a block without an expert stops at once, whatever its rows."""
+    x, w, _ = steps_that_cancel(9, 3, 70, "cpu")
+    p = moetail.permute(torch.arange(18).view(9, 2) % 2, 3, block=config.block)
+    for block_expert in (p.block_expert, torch.full_like(p.block_expert, -1)):
+        out = torch.full((p.source.numel(), 70), 7.0, dtype=BF16)
+        gt.launch(x, w, None, p.source, block_expert, 2, config.block, True, None, None, out, config)
+        written = (out != 7).any(1)
+        assert torch.equal(written, (p.source >= 0) & (block_expert[0] >= 0))
+
+
 def choices(T, K=6, E=64, seed=0):
     g = torch.Generator(device="cuda").manual_seed(seed)
     return torch.rand(T, E, generator=g, device="cuda").argsort(dim=1)[:, :K].int()
