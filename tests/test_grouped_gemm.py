@@ -128,6 +128,8 @@ CASES = {
     "columns-not-a-tile": (11, 3, 7, 2 * 104, 64, FIRST),
     "columns-not-a-tile-second": (11, 3, 7, 200, 64, SECOND),
     "columns-not-a-tile-block-128": (11, 3, 3, 2 * 88, 64, FIRST | {"block": 128}),
+    "two-groups-of-blocks": (30, 3, 11, 2 * 150, 64, FIRST | {"block": 64}),  # 13 blocks of rows, the last 5 a group
+    "two-groups-of-blocks-second": (30, 3, 11, 300, 64, SECOND | {"block": 64}),
     "a-step-cut-short": (11, 3, 7, 64, 104, FIRST),
     "less-than-a-step": (11, 3, 7, 64, 24, SECOND),
     "no-activation-but-gather": (11, 3, 7, 64, 64, {"gather": True}),
@@ -168,9 +170,12 @@ def test_clamped_swiglu(run):
     live = p.source >= 0
     assert got[live].abs().max() <= 100 < plain[live].abs().max()
     x, w, ids = x.to(run.device), w.to(run.device), ids.to(run.device)
-    x[4] = torch.nan
-    got = run(x, w, moetail.permute(ids, 7, block=16), limit=10.0, **FIRST)
-    assert torch.equal(got[live].isnan().all(-1), p.source[live] // 3 == 4)
+    bias = torch.zeros(7, 128, device=run.device)
+    bias[2, 5] = bias[2, 64 + 6] = torch.nan  # one gate, another column's up
+    got = run(x, w, moetail.permute(ids, 7, block=16), limit=10.0, bias=bias, **FIRST)[live].isnan()
+    theirs = ids.flatten()[p.source[live]] == 2
+    assert theirs.any() and torch.equal(got.any(1), theirs) and got[theirs].sum(1).eq(2).all()
+    assert got[theirs][:, 5:7].all()
 
 
 def test_padded_strides(run):
