@@ -80,7 +80,9 @@ class Implementation:
         if expert_map is not None:
             ids = expert_map[ids.long()]
         value, bound = oracle(x, weight, p, ids, unit=self.unit, **kwargs)
-        for rows in (got, reference.grouped_gemm(x, weight, p, **kwargs)):
+        definition = reference.grouped_gemm(x, weight, p, **kwargs)
+        assert (definition[p.source < 0] == 0).all()
+        for rows in (got, definition):
             wrong = ~((rows[p.source >= 0].double() - value).abs() <= bound)  # a NaN is wrong
             assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} outside the bound: {wrong.nonzero()[:4]}"
         return got, p
