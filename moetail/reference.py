@@ -229,6 +229,46 @@ def permute(
     )  # fmt: skip
 
 
+def grouped_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    permutation: Permutation,
+    *,
+    gather: bool = False,
+    activation: str | None = None,
+    limit: float | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Definition of `moetail.grouped_gemm`: a loop over the experts. Rows that nobody may read are 0."""
+    p = permutation
+    return gemm_rows(
+        x, weight, bias, p.source, p.block_expert, p.row_map.shape[1], p.block, gather, activation, limit
+    )  # fmt: skip
+
+
+def gemm_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, block_expert: torch.Tensor,
+    K: int, block: int, gather: bool, activation: str | None, limit: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """`grouped_gemm` of a permutation's parts. A product of two bf16 is exact in fp32."""
+    N = weight.shape[1]
+    out = x.new_zeros(source.shape[0], N if activation is None else N // 2)
+    live = (source >= 0).nonzero().flatten()
+    expert_of = block_expert[live // block]
+    for e in expert_of.unique().tolist():
+        rows = live[expert_of == e]
+        y = x[source[rows] // K if gather else rows].float() @ weight[e].float().t()
+        if bias is not None:
+            y = y + bias[e].float()
+        if activation is not None:
+            gate, up = y.chunk(2, dim=-1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            y = torch.nn.functional.silu(gate) * up
+        out[rows] = y.to(x.dtype)
+    return out
+
+
 def _routed_sum(
     rows: torch.Tensor,
     index: torch.Tensor,

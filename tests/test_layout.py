@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "models": {"comm", "contract", "models", "ops", "plan", "routing"},
     "reference": {"numerics", "routing"},
     "layer": {"contract", "plan"},
+    "experts": {"contract", "ops"},
     "conformance": {"numerics", "reference", "testing"},
     "testing": {"numerics"},
     "ops": {"numerics", "reference", "routing", "ops", "tuning"},
@@ -31,11 +32,12 @@ MAY_IMPORT = {
     "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
     "bench": {"comm", "numerics", "ops", "guards", "models", "testing", "tuning", "reference", "bench", "integrations"},
     "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
-    "__init__": {"comm", "contract", "layer", "numerics", "ops", "plan", "reference", "routing", "integrations"},
+    "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
+    | {"integrations"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
 CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance", "plan", "models",
-        "layer", "routing")  # fmt: skip
+        "layer", "routing", "experts")  # fmt: skip
 
 
 def part(path):

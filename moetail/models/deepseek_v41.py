@@ -20,8 +20,8 @@ from moetail.models.context import Context, Packed, Places
 from moetail.models.deepseek_v41_config import DeepseekV41Config
 from moetail.models.dense import rms_norm
 from moetail.models.engram import EngramParameters
-from moetail.models.experts import MoEParameters, moe, router
 from moetail.models.hyper_connections import Mixes, MixParameters, collapse, one_hot, post
+from moetail.models.moe_block import MoEParameters, moe, router
 from moetail.models.parallel import TensorParallel
 from moetail.models.parameters import Parameters
 from moetail.models.tails import Tail
