@@ -113,6 +113,49 @@ def test_overlap_is_refused():
         moetail.all_reduce_mhc(new[:, 1], workspace=workspace, **mhc, residual_out=new)
 
 
+def test_opcheck():
+    """At one rank, which the op itself takes. Dims and dtypes all differ."""
+    mhc = [t.clone() if isinstance(t, torch.Tensor) else t for t in ordered(mhc_of(4, 3))]
+    control = Workspace(None, MAX_TOKENS, H, device=CPU).control
+    outputs = torch.empty(4, H, dtype=BF16), torch.empty(4, 3, H + 8, dtype=BF16)[:, :, :H]
+    args = (partial_of(0, 4), *mhc, control, "", 0, 1, MAX_TOKENS, False, *outputs)
+    torch.library.opcheck(torch.ops.moetail.all_reduce_mhc.default, args)
+
+
+def ordered(mhc):
+    """As the schemas have them."""
+    return [mhc[name] for name in ("residual", "post_mix", "res_mix", "pre_mix", "norm_weight", "eps")]
+
+
+def compiled(group):
+    """Two boundaries in one graph, the streams in place; the number of ops in each graph that was made."""
+    import torch._dynamo.testing
+
+    workspace = Workspace(group, MAX_TOKENS, H, timeout_s=20.0, device=CPU)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def boundaries(x, residual, mhc):
+        h, residual = moetail.all_reduce_mhc(x, workspace=workspace, residual=residual, residual_out=residual, **mhc)
+        return moetail.all_reduce_mhc(h, workspace=workspace, residual=residual, **mhc)
+
+    for T in (3, 17, 32):
+        mhc, parts = mhc_of(T, 4), [partial_of(r, T) for r in range(group.size())]
+        residual, rest = mhc["residual"].clone(), {k: v for k, v in mhc.items() if k != "residual"}
+        first = reference.all_reduce_mhc(parts, **mhc)
+        want = reference.all_reduce_mhc([first[0]] * group.size(), residual=first[1], **rest)
+        for ours, theirs in zip(boundaries(parts[group.rank()], residual, rest), want, strict=True):
+            assert_same_bits(ours, theirs)
+        assert_same_bits(residual, first[1])
+    calls = [sum("all_reduce_mhc" in str(n.target) for n in graph.graph.nodes) for graph in counter.graphs]
+    return [n for n in calls if n > 0]
+
+
+def test_compile():
+    with Ranks(2) as ranks:
+        assert ranks.run(compiled) == [[2], [2]]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("W", [2, 4, 8])
 @pytest.mark.parametrize("hc", [4, 3])

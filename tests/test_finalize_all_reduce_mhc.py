@@ -3,11 +3,11 @@
 import pytest
 import torch
 from ranks import Ranks
-from test_all_reduce_mhc import BF16, CALLS, CPU, MAX_TOKENS, H, given_back, mhc_of
+from test_all_reduce_mhc import BF16, CALLS, CPU, MAX_TOKENS, H, given_back, mhc_of, ordered
 from test_finalize_all_reduce_norm import inputs_of
 
 import moetail
-from moetail import Workspace, reference
+from moetail import Numerics, Workspace, reference
 from moetail.testing import assert_same_bits
 
 
@@ -43,6 +43,23 @@ def test_one_rank_is_finalize_mhc(in_place):
     for ours, theirs in zip(got, moetail.finalize_mhc(*inputs_of(0, 9), **mhc), strict=True):
         assert_same_bits(ours, theirs)
     for ours, theirs in zip(got, expected(1, 9, mhc), strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_opcheck():
+    """At one rank, which the op itself takes. Dims and dtypes all differ."""
+    mhc = [t.clone() if isinstance(t, torch.Tensor) else t for t in ordered(mhc_of(4, 3))]
+    control = Workspace(None, MAX_TOKENS, H, device=CPU).control
+    outputs = torch.empty(4, H, dtype=BF16), torch.empty(4, 3, H + 8, dtype=BF16)[:, :, :H]
+    more = torch.randn(4, 1).to(torch.float16), torch.tensor([9]), 1.5, Numerics.TRTLLM.spec
+    args = (*inputs_of(0, 4), *more, *mhc, control, "", 0, 1, MAX_TOKENS, False, *outputs)
+    torch.library.opcheck(torch.ops.moetail.finalize_all_reduce_mhc.default, args)
+
+
+def test_one_rank_compiles():
+    workspace, mhc = Workspace(None, MAX_TOKENS, H, device=CPU), mhc_of(9, 4)
+    call = torch.compile(moetail.finalize_all_reduce_mhc, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(call(*inputs_of(0, 9), workspace=workspace, **mhc), expected(1, 9, mhc), strict=True):
         assert_same_bits(ours, theirs)
 
 
