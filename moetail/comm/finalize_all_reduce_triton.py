@@ -133,7 +133,8 @@ def _launch(
     T, H = out.shape
     tensors = (*inputs, e.residual, e.post_mix, e.res_mix, e.pre_mix, e.norm_weight, e.post_norm_weight, out,
                e.residual_out, control)  # fmt: skip
-    whole_row, hc = e.name != "none", e.residual.shape[1] if e.name == "mhc" and e.residual is not None else 0
+    whole_row = e.name != "none"
+    hc = 0 if e.res_mix is None else e.res_mix.shape[1]
     warps = _ROW_WARPS if whole_row else _WARPS
     block = max(32 * warps, triton.next_power_of_2(H)) if whole_row else _BLOCK
     options = vars(facts) | {
