@@ -9,32 +9,45 @@ from moetail.comm.finalize_all_reduce_mhc import finalize_all_reduce_mhc
 from moetail.comm.finalize_all_reduce_norm import finalize_all_reduce_norm
 from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
+from moetail.experts import GroupedMMExperts, TritonExperts
 from moetail.layer import MoELayer
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
 from moetail.ops.finalize_mhc import finalize_mhc
 from moetail.ops.finalize_norm import finalize_norm
+from moetail.ops.grouped_gemm import block_for, grouped_gemm
+from moetail.ops.permute import permute
+from moetail.ops.route import route
 from moetail.plan import plan_tails
+from moetail.routing import Permutation, Router
 
 __version__ = "0.1.0"
 __all__ = [
+    "GroupedMMExperts",
     "MoELayer",
     "MoEOutput",
     "Numerics",
+    "Permutation",
+    "Router",
     "TailSpec",
+    "TritonExperts",
     "UnfinalizedMoEOutput",
     "Workspace",
     "all_reduce",
     "all_reduce_mhc",
     "all_reduce_norm",
+    "block_for",
     "finalize",
     "finalize_all_reduce",
     "finalize_all_reduce_mhc",
     "finalize_all_reduce_norm",
     "finalize_mhc",
     "finalize_norm",
+    "grouped_gemm",
+    "permute",
     "plan_tails",
     "reference",
+    "route",
 ]
 
 

@@ -1,10 +1,6 @@
 """The CUDA kernel: its machine code, compiled here for sm_90 without a GPU, and on a GPU its launches."""
 
-import json
-import os
-import subprocess
-import sys
-
+import machine_code
 import pytest
 import torch
 
@@ -15,56 +11,35 @@ from moetail.testing import assert_same_bits, finalize_inputs
 BF16 = torch.bfloat16
 
 COMPILE = """
-import json, re, subprocess, tempfile, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import json, re
+from machine_code import sm_90
 from moetail.ops import finalize_norm_triton as fn
 from moetail.ops.finalize_triton import Facts
+strides = [f"{n}_stride" for n in ("rows", "shared", "residual", "out", "residual_out")]
 results = {}
 for K, H, sandwich in ((6, 5120, False), (6, 5120, True), (8, 7168, False), (10, 2048, False), (8, 2880, False),
                        (8, 16384, False)):
     for config in fn.every_config(H, 2):
         options = fn._options(Facts(K, H, "fma", 1, "none", True, False, True), False, config)
-        constants = {n: options.pop(n) for n in list(options) if n.isupper()}
-        constants |= dict(gate=None, num_valid_rows=None)
-        kernel = fn._finalize_norm_kernel
-        names = kernel.arg_names
+        constants = {n: options.pop(n) for n in list(options) if n.isupper()} | dict(gate=None, num_valid_rows=None)
         pointers = dict(rows="*bf16", row_map="*i32", weights="*fp32", shared="*bf16", residual="*bf16",
                         norm_weight="*bf16", post_norm_weight="*bf16", out="*bf16", residual_out="*bf16")
         if not sandwich:
             constants["post_norm_weight"] = None
             del pointers["post_norm_weight"]
-        types = pointers | {n: "i32" for n in names if n == "R" or "_stride" in n} | dict(scale="fp32", eps="fp32")
-        aligned = [*pointers, "rows_stride", "shared_stride", "residual_stride", "out_stride", "residual_out_stride"]
-        source = ASTSource(
-            kernel, {n: types.get(n, "constexpr") for n in names},
-            {(names.index(n),): v for n, v in constants.items()},
-            {(names.index(n),): [["tt.divisibility", 16]] for n in aligned})
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        ptx = compiled.asm["ptx"]
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-            cubin.write(compiled.asm["cubin"]); cubin.flush()
-            usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name],
-                                   capture_output=True, text=True, check=True).stdout
+        code = sm_90(fn._finalize_norm_kernel, pointers, constants, options, strides)
         results[f"K={K} H={H} sandwich={sandwich} warps={config.warps}"] = dict(
-            registers=int(re.search(r"REG:(\\d+)", usage)[1]), stack=int(re.search(r"STACK:(\\d+)", usage)[1]),
-            local=int(re.search(r"LOCAL:(\\d+)", usage)[1]), threads=32 * config.warps,
-            vectors=len(re.findall(r"ld\\.global(?:\\.\\w+)*\\.v4\\.b32", ptx)) * 4
-            + len(re.findall(r"ld\\.global(?:\\.\\w+)*\\.v2\\.b32", ptx)) * 2,
-            fma=ptx.count("fma.rn.f32"), elements=constants["BLOCK"] // (32 * config.warps), K=K, H=H,
-            sandwich=sandwich, roots=re.findall(r"(?:sqrt|rsqrt|div|rcp)\\.[a-z.]*f32", ptx),
-            doubles=ptx.count(".f64"), before_the_wait=len(re.findall(
-                r"(?:ld|st)\\.global", ptx[: ptx.index("griddepcontrol.wait")])))
+            registers=code.registers, stack=code.stack, local=code.local, threads=32 * config.warps,
+            vectors=code.vectors, fma=code.count("fma.rn.f32"), elements=constants["BLOCK"] // (32 * config.warps), K=K,
+            H=H, sandwich=sandwich, roots=re.findall(r"(?:sqrt|rsqrt|div|rcp)\\.[a-z.]*f32", code.ptx),
+            doubles=code.count(r"\\.f64"), before_the_wait=code.before_wait)
 print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": "."}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return machine_code.run(COMPILE)
 
 
 def test_registers_do_not_spill(compiled):

@@ -286,3 +286,17 @@ def test_fail_if(config, text, monkeypatch):
     args = ("--model", config, "--text", text, "--case", "a=8", "--rounds", 4)
     assert run(*args).exit_code == cli.OK
     assert run(*args, "--fail-if", "void").exit_code == cli.SLOWER
+
+
+def test_a_kernel_compiled_among_the_rounds_fails(loaded, monkeypatch):
+    import numba
+
+    real = forward.timing.interleave
+
+    def interleave(*args, **kwargs):
+        numba.njit(lambda x: x + 1)(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(forward.timing, "interleave", interleave)
+    with pytest.raises(RuntimeError, match="no_jit: numba compiled"):
+        forward.run_case(loaded, parse_case("prefill=4"), forward.Settings(("stock", "moetail"), 4))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moetail import guards
 from moetail.bench import machine_state, memory, models, profile, profile_diff, stats, timing
 from moetail.bench.cases import Case
 from moetail.bench.ranks import Ranks
@@ -44,7 +45,8 @@ class Result:
 
     `kernels`: how many of them a step runs, by arm. `grown`: those that take longer in our arm, for a slower case.
     `repeat_bits`: in how many bits two runs of one arm differ. `graph_rms`: how far the graph's outputs are from those
-    of eager mode, relative; None where there is no graph.
+    of eager mode, relative; None where there is no graph. `ceiling_us`: what the tails, measured alone, allow the step
+    to gain (on the rank where that is most: every rank must come to one verdict).
     """
 
     model: str
@@ -61,6 +63,7 @@ class Result:
     repeat_bits: int
     graph_rms: float | None
     tails: Tails | None
+    ceiling_us: float | None
     kernels: dict[str, int]
     grown: tuple[profile_diff.KernelDelta, ...]
     machine_state: dict[str, dict[str, Any]]
@@ -68,11 +71,6 @@ class Result:
 
     def median_us(self, arm: str) -> float:
         return float(stats.summary(self.samples[arm])["median_us"])
-
-    @property
-    def ceiling_us(self) -> float | None:
-        """What the tails, measured alone, allow the step to gain."""
-        return None if self.tails is None else self.tails.gain_us(*self.settings.arms)
 
     @property
     def arrives(self) -> float | None:
@@ -143,7 +141,8 @@ def run_case(
     slowest_us = timing.warm_up(arms, seconds=1.0, slowest=ranks.slowest)
     rounds = settings.rounds or default_rounds(slowest_us, len(arms))
     done = iter(range(1, rounds + 1))
-    samples, paired = timing.interleave(arms, rounds, lambda: progress(next(done), rounds), ranks.slowest)
+    with guards.no_jit():  # a kernel compiled now would be in somebody's time
+        samples, paired = timing.interleave(arms, rounds, lambda: progress(next(done), rounds), ranks.slowest)
     state["after"] = machine_state.read(model.device)
 
     outputs = {label: one.outputs() for label, one in timed.items()}
@@ -152,13 +151,14 @@ def run_case(
     on_graph = model.device.type == "cuda"
     rms = ranks.slowest(max(relative_rms(outputs[a], eager[a]) for a in settings.arms)) if on_graph else None
     tails = model.tails(work)
+    ceiling_us = None if tails is None else ranks.slowest(tails.gain_us(baseline, ours))
     ratio, aa = (stats.paired_ratio(paired[baseline], paired[other]) for other in (ours, CONTROL))
     result = Result(
         model.name, case.name, settings, case.num_tokens, ranks.world_size, rounds, samples,
-        {**peaks, CONTROL: peaks[baseline]}, ratio, aa, bits, repeat, rms, tails, {}, (), state,
+        {**peaks, CONTROL: peaks[baseline]}, ratio, aa, bits, repeat, rms, tails, ceiling_us, {}, (), state,
         stats.Verdict("void", "not judged yet"),
     )  # fmt: skip
-    verdict = verdict_of(ratio, aa, bits, repeat, baseline, rms, result.median_us(baseline), result.ceiling_us)
+    verdict = verdict_of(ratio, aa, bits, repeat, baseline, rms, result.median_us(baseline), ceiling_us)
     wanted = settings.profile_dir is not None or on_graph or verdict.word in ("slower", "implausible")
     return _profiled(result, verdict, timed, ranks, case, model.device) if wanted else replace(result, verdict=verdict)
 

@@ -1,0 +1,86 @@
+"""A MoE block up to its tail: router, routed experts that stop after their second GEMM, shared expert.
+
+The experts always return expert-sorted rows without their weights; who weights, un-permutes and adds them is the tail's
+business (`tails.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from moetail.contract import UnfinalizedMoEOutput
+from moetail.models.deepseek_v41_config import DeepseekV41Config
+from moetail.models.dense import product_f32, swiglu
+from moetail.models.parameters import Parameters
+from moetail.ops.permute import permute
+from moetail.ops.route import route
+from moetail.routing import Router
+
+
+@dataclass(frozen=True)
+class MoEParameters:
+    """gate [E, H] bf16, bias [E] fp32; of this rank's I columns: w13 [E, 2 * I, H], gate rows first, w2 [E, H, I],
+    shared_w13 [2 * I, H], shared_w2 [H, I]."""
+
+    gate: torch.Tensor
+    bias: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    shared_w13: torch.Tensor
+    shared_w2: torch.Tensor
+
+    @staticmethod
+    def random(parameters: Parameters, name: str, config: DeepseekV41Config, E: int) -> MoEParameters:
+        H, I = config.hidden_size, config.moe_intermediate_size  # noqa: E741
+
+        def w13(p: Parameters, expert: str) -> torch.Tensor:
+            return torch.cat([p.linear(f"{expert}.{w}", I, H, split=0) for w in ("w1", "w3")])
+
+        def w2(p: Parameters, expert: str) -> torch.Tensor:
+            return p.linear(f"{expert}.w2", H, I, split=1)
+
+        experts, shared = [f"{name}.experts.{e}" for e in range(E)], f"{name}.shared_experts"
+        return MoEParameters(
+            parameters.linear(f"{name}.gate.weight", E, H),
+            parameters.normal(f"{name}.gate.bias", E, std=0.1, dtype=torch.float32),
+            parameters.stacked(experts, w13),
+            parameters.stacked(experts, w2),
+            w13(parameters, shared),
+            w2(parameters, shared),
+        )
+
+
+def router(top_k: int, config: DeepseekV41Config) -> Router:
+    """The router's bias selects and never weighs; the routed scale is in the weights, nobody multiplies by it again.
+
+    Text only: image tokens, which select with a bias of their own, are left out.
+    """
+    return Router(top_k, "sqrtsoftplus", renormalize=True, routed_scale=config.routed_scaling_factor)
+
+
+def moe(
+    x: torch.Tensor, p: MoEParameters, router: Router, limit: float, expert_ids: torch.Tensor | None = None
+) -> tuple[UnfinalizedMoEOutput, torch.Tensor]:
+    """x [T, H] -> the routed experts' rows and the shared expert's output [T, H]: this rank's part of both.
+
+    expert_ids  [T, K] int32: where the tokens go whatever the router chose; the weights stay the router's
+    """
+    weights, ids = route(product_f32(x, p.gate.T), router, p.bias)
+    if expert_ids is not None:
+        ids = expert_ids
+    shared = functional.linear(swiglu(functional.linear(x, p.shared_w13), limit), p.shared_w2)
+    return expert_rows(x, ids, weights, p.w13, p.w2, limit), shared
+
+
+def expert_rows(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, limit: float
+) -> UnfinalizedMoEOutput:
+    """x [T, H] through the experts ids [T, K]: one row a slot, sorted by expert. No host sync."""
+    by_expert = permute(ids, w13.shape[0])
+    tokens = by_expert.source // ids.shape[1]
+    inner = functional.grouped_mm(x.index_select(0, tokens), w13.transpose(1, 2), offs=by_expert.offsets)
+    rows = functional.grouped_mm(swiglu(inner, limit), w2.transpose(1, 2), offs=by_expert.offsets)
+    return UnfinalizedMoEOutput(rows, by_expert.row_map, weights)

@@ -1,0 +1,212 @@
+"""grouped_gemm on a CUDA GPU: one Triton kernel for both GEMMs of an expert.
+
+A program owns a block of permuted rows, all of one expert, and `columns` rows of that expert's weight (for SwiGLU half
+of them the gate's, half up's). Programs of a block that is past the end stop at once: the grid is a static bound.
+Small blocks make the weight the left operand: wgmma takes 64 rows on the left and as few as 8 on the right, so that
+16 tokens do not pay for 64.
+
+Bits: every config walks Kd in steps of BLOCK_K = 64 into one fp32 accumulator, never split, and a row of a matrix
+product does not depend on its neighbours. So a config changes time, and a row has the same bits alone and in any batch
+(the tensor cores' order inside a step is one instruction's, wgmma with k = 16, whichever side the weight is on).
+Programmatic dependent launch: as `finalize_triton`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moetail.ops.finalize_triton import _to, has_pdl
+
+_INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+BLOCK_K = 64  # 128 bytes of a row: one swizzled line of shared memory
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """A program's rows (the permutation's block) and rows of weight, its warps, its loads in flight, whether the weight
+    is the left operand, and how many blocks of rows run through the columns together, so that they share the weight
+    and their rows in the L2 cache. A config changes time, never bits."""
+
+    block: int
+    columns: int
+    warps: int
+    stages: int
+    weight_left: bool
+    group: int
+
+
+# One a block; the others are what a probe measures them against.
+CONFIGS = {
+    16: GemmConfig(16, 64, 4, 6, weight_left=True, group=1),
+    64: GemmConfig(64, 128, 4, 4, weight_left=False, group=8),
+    128: GemmConfig(128, 256, 8, 4, weight_left=False, group=8),
+}
+CANDIDATES = (
+    *CONFIGS.values(),
+    GemmConfig(16, 64, 4, 10, weight_left=True, group=1),
+    GemmConfig(16, 128, 4, 5, weight_left=True, group=1),
+    GemmConfig(16, 128, 8, 8, weight_left=True, group=1),
+    GemmConfig(64, 128, 4, 4, weight_left=True, group=8),
+    GemmConfig(64, 256, 8, 4, weight_left=False, group=8),
+    GemmConfig(128, 128, 8, 3, weight_left=False, group=8),
+    GemmConfig(128, 128, 4, 4, weight_left=False, group=8),
+    GemmConfig(128, 256, 8, 4, weight_left=False, group=1),
+)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    source: torch.Tensor,
+    block_expert: torch.Tensor,
+    K: int,
+    block: int,
+    gather: bool,
+    activation: str | None,
+    limit: float | None,
+    out: torch.Tensor,
+    config: GemmConfig | None = None,
+) -> None:
+    """Write the live rows of `out`, which is contiguous. The arguments are checked, R >= 1.
+
+    The first call of a kind compiles and loads every config that another T could ask for.
+    """
+    device, (_, N, Kd) = x.device, weight.shape
+    facts = Facts(N, Kd, K, gather, activation is not None, limit is not None, has_pdl(device))
+    x_stride = x.stride(0) if x.shape[0] > 1 else max(x.stride(0), Kd)  # one row has none of its own
+    strides = (x_stride, *weight.stride(), 0 if bias is None else bias.stride(0))
+    if config is None:
+        config = CONFIGS[block]
+        if device.type == "cuda":
+            _compile(device, None if bias is None else bias.dtype, strides, facts)
+    row_blocks = source.shape[0] // block
+    # Triton launches on the current device's stream, whatever device the tensors are on.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _grouped_gemm_kernel[(row_blocks * facts.tiles(config),)](
+            x, weight, bias, source, block_expert, out, *strides, float(limit or 0.0), row_blocks,
+            **facts.options(config),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The compile-time arguments that a config does not choose."""
+
+    N: int
+    KD: int
+    K: int
+    GATHER: bool
+    SWIGLU: bool
+    LIMITED: bool
+    PDL: bool
+
+    def tiles(self, config: GemmConfig) -> int:
+        return triton.cdiv(self.N, config.columns)
+
+    def options(self, config: GemmConfig) -> dict[str, Any]:
+        return vars(self) | {
+            "BLOCK": config.block, "COLUMNS": config.columns, "BLOCK_K": BLOCK_K, "WEIGHT_LEFT": config.weight_left,
+            "GROUP": config.group, "num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False,
+            "launch_pdl": self.PDL,
+        }  # fmt: skip
+
+
+@functools.cache
+def _compile(
+    device: torch.device, bias_dtype: torch.dtype | None, strides: tuple[int, ...], facts: Facts
+) -> None:  # fmt: skip
+    """Compile and load every block's config (for memory aligned to 16 bytes)."""
+    bf16, i32 = torch.bfloat16, torch.int32
+    with torch.cuda.device(device):
+        for config in CONFIGS.values():
+            compiled = _grouped_gemm_kernel.warmup(
+                bf16, bf16, bias_dtype, i32, i32, bf16, *strides, 2.0, 2, grid=(1,), **facts.options(config)
+            )
+            compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
+
+
+@triton.jit(do_not_specialize=["limit", "row_blocks", "bias_stride"])
+def _grouped_gemm_kernel(
+    x, weight, bias, source, block_expert, out, x_stride, weight_stride_e, weight_stride_n, weight_stride_k,
+    bias_stride, limit, row_blocks, N: tl.constexpr, KD: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
+    SWIGLU: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr, WEIGHT_LEFT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    HALF: tl.constexpr = COLUMNS // 2
+    N_OUT: tl.constexpr = N // 2 if SWIGLU else N
+    # GROUP blocks of rows by all tiles, the blocks first: neighbours read the same rows of weight.
+    group = tl.program_id(0) // (GROUP * TILES)
+    within = tl.program_id(0) % (GROUP * TILES)
+    in_group = tl.minimum(row_blocks - group * GROUP, GROUP)
+    b = group * GROUP + within % in_group
+    tile = within // in_group
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    e = tl.load(block_expert + b)
+    if e < 0:
+        return
+    r = b * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(source + r)
+    live = slot >= 0
+    row = tl.where(live, slot // K, 0) if GATHER else r
+
+    c = tl.arange(0, COLUMNS)
+    if SWIGLU:
+        column = tile * HALF + c % HALF
+        n = column + c // HALF * N_OUT
+        here = column < N_OUT
+    else:
+        n = tile * COLUMNS + c
+        here = n < N
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_at = weight + e.to(tl.int64) * weight_stride_e + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
+    acc = tl.zeros([COLUMNS, BLOCK] if WEIGHT_LEFT else [BLOCK, COLUMNS], tl.float32)
+    for start in range(0, KD, BLOCK_K):
+        x_here, w_here = live[:, None], here[:, None]
+        if KD % BLOCK_K:
+            x_here = x_here & (start + k < KD)[None, :]
+            w_here = w_here & (start + k < KD)[None, :]
+        x_tile = tl.load(x_at, mask=x_here, other=0.0)
+        if N_OUT % (HALF if SWIGLU else COLUMNS) == 0 and KD % BLOCK_K == 0:
+            w_tile = tl.load(w_at)
+        else:
+            w_tile = tl.load(w_at, mask=w_here, other=0.0)
+        if _INTERPRET:  # which multiplies the bit patterns of bf16
+            x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
+        if WEIGHT_LEFT:
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc)
+        else:
+            acc = tl.dot(x_tile, tl.trans(w_tile), acc)
+        x_at += BLOCK_K
+        w_at += BLOCK_K * weight_stride_k
+    y = tl.trans(acc) if WEIGHT_LEFT else acc
+    if bias is not None:
+        y += tl.load(bias + e * bias_stride + n, mask=here, other=0.0).to(tl.float32)[None, :]
+    if SWIGLU:
+        gate, up = tl.split(tl.permute(tl.reshape(y, [BLOCK, 2, HALF]), [0, 2, 1]))
+        if LIMITED:  # not minimum and maximum, which drop a NaN
+            gate = tl.where(gate > limit, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        y = _silu(gate) * up
+        n = tile * HALF + tl.arange(0, HALF)
+    at = out + r.to(tl.int64)[:, None] * N_OUT + n[None, :]
+    tl.store(at, _to(y, out.dtype.element_ty), mask=live[:, None] & (n < N_OUT)[None, :])
+
+
+@triton.jit
+def _silu(x):
+    """x / (1 + exp(-x)) in fp32. tl.exp is off by about |x| + 2 units of 2**-24: 2**-17 at the end of fp32's range, far
+    below a bf16's 2**-9."""
+    return tl.div_rn(x, 1.0 + tl.exp(-x))
