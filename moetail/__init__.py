@@ -2,8 +2,10 @@
 
 from moetail import reference
 from moetail.comm.all_reduce import all_reduce
+from moetail.comm.all_reduce_mhc import all_reduce_mhc
 from moetail.comm.all_reduce_norm import all_reduce_norm
 from moetail.comm.finalize_all_reduce import finalize_all_reduce
+from moetail.comm.finalize_all_reduce_mhc import finalize_all_reduce_mhc
 from moetail.comm.finalize_all_reduce_norm import finalize_all_reduce_norm
 from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
@@ -11,6 +13,7 @@ from moetail.experts import GroupedMMExperts, TritonExperts
 from moetail.layer import MoELayer
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
+from moetail.ops.finalize_mhc import finalize_mhc
 from moetail.ops.finalize_norm import finalize_norm
 from moetail.ops.grouped_gemm import block_for, grouped_gemm
 from moetail.ops.permute import permute
@@ -31,11 +34,14 @@ __all__ = [
     "UnfinalizedMoEOutput",
     "Workspace",
     "all_reduce",
+    "all_reduce_mhc",
     "all_reduce_norm",
     "block_for",
     "finalize",
     "finalize_all_reduce",
+    "finalize_all_reduce_mhc",
     "finalize_all_reduce_norm",
+    "finalize_mhc",
     "finalize_norm",
     "grouped_gemm",
     "permute",

@@ -85,6 +85,49 @@ def _residual_norm(
     return rms_norm(residual, norm_weight, eps, zero_centred=zero_centred), residual
 
 
+def finalize_mhc(
+    rows: torch.Tensor,
+    row_map: torch.Tensor,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor,
+    post_mix: torch.Tensor,
+    res_mix: torch.Tensor,
+    pre_mix: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    shared_gate: torch.Tensor | None = None,
+    routed_scale: float = 1.0,
+    num_valid_rows: torch.Tensor | None = None,
+    numerics: Numerics = Numerics.TRTLLM,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of `moetail.finalize_mhc`: (h, residual); shapes, dtypes and errors are documented there."""
+    y = finalize(
+        rows, row_map, weights, shared, shared_gate=shared_gate, routed_scale=routed_scale,
+        num_valid_rows=num_valid_rows, numerics=numerics,
+    )  # fmt: skip
+    return _mhc(y, residual, post_mix, res_mix, pre_mix, norm_weight, eps)
+
+
+def _mhc(
+    y: torch.Tensor, residual: torch.Tensor, post_mix: torch.Tensor, res_mix: torch.Tensor, pre_mix: torch.Tensor,
+    norm_weight: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(h, residual) behind a finished y [T, H]. In fp32 each product and each sum is rounded, no FMA; a sum starts from
+    its first product, so that a zero keeps its sign."""
+    hc, streams = residual.shape[1], residual.float()
+    mixed = post_mix[:, :, None] * y.float()[:, None]
+    for source in range(hc):
+        mixed = mixed + res_mix[:, source, :, None] * streams[:, source, None]
+    residual = mixed.to(y.dtype)
+    weighted = pre_mix[:, :, None] * residual.float()
+    collapsed = weighted[:, 0]
+    for stream in range(1, hc):
+        collapsed = collapsed + weighted[:, stream]
+    return rms_norm(collapsed.to(y.dtype), norm_weight, eps), residual
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centred: bool = False) -> torch.Tensor:
     """x / sqrt(mean(x**2) + eps) * weight (1 + weight where zero-centred) of [T, H], in x's dtype.
 
@@ -151,6 +194,16 @@ def all_reduce_norm(
 def finalize_all_reduce_norm(ranks: Sequence[Mapping[str, Any]], **norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Definition of `moetail.finalize_all_reduce_norm`: as `finalize_all_reduce`, then as `all_reduce_norm`."""
     return all_reduce_norm([finalize(**arguments) for arguments in ranks], **norm)
+
+
+def all_reduce_mhc(partials: Sequence[torch.Tensor], **mhc: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of `moetail.all_reduce_mhc`: the streams take up the sum, once."""
+    return _mhc(all_reduce(partials), **mhc)
+
+
+def finalize_all_reduce_mhc(ranks: Sequence[Mapping[str, Any]], **mhc: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of `moetail.finalize_all_reduce_mhc`: as `finalize_all_reduce`, then as `all_reduce_mhc`."""
+    return all_reduce_mhc([finalize(**arguments) for arguments in ranks], **mhc)
 
 
 def route(

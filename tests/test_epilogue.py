@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from moetail import reference
-from moetail.ops.epilogue_triton import _residual_norm, _rms_norm
+from moetail.ops.epilogue_triton import _mhc, _residual_norm, _rms_norm
 from moetail.testing import assert_same_bits
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,6 +31,20 @@ def residual_norm_kernel(y, residual, weight, h, residual_out, eps, H: tl.conste
     normed, new = _residual_norm(tl.load(y + c, mask=here, other=0.0), old, w, None, here, eps, H, False)
     tl.store(h + c, normed, mask=here)
     tl.store(residual_out + c, new, mask=here)
+
+
+@triton.jit
+def mhc_kernel(y, old, new, post, comb, pre, weight, h, T, eps, H: tl.constexpr, HC: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0)
+    c = tl.arange(0, BLOCK)
+    here = tl.where(T > 0, c < H, False)
+    w = tl.load(weight + c, mask=here, other=float("nan"))
+    row = tl.load(y + t * H + c, mask=here, other=float("nan"))
+    normed = _mhc(
+        row, old + t * HC * H + c, H, new + t * HC * H + c, H, post + t * HC, comb + t * HC * HC, pre + t * HC, w,
+        T > 0, here, eps, H, HC,
+    )  # fmt: skip
+    tl.store(h + t * H + c, normed, mask=here)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -84,3 +98,21 @@ def test_the_norm_is_of_the_rounded_residual(device, dtype):
     residual_norm_kernel[(5,)](y, residual, weight, h, new, 1e-6, H=100, BLOCK=128, enable_fp_fusion=False)
     assert_same_bits(new, y + residual)
     assert_same_bits(h, reference.rms_norm(y + residual, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_mhc_at_any_width(device, dtype):
+    """Programs wider than a row, as the collective's are; memory without a token is neither read nor written."""
+    T, HC, H = 3, 4, 100
+    y, old = torch.randn(T, H, device=device).to(dtype), torch.randn(T, HC, H, device=device).to(dtype)
+    mixes = [torch.rand(T, *shape, device=device) for shape in ((HC,), (HC, HC), (HC,))]
+    weight = torch.randn(H, device=device).to(dtype)
+    want = reference._mhc(y, old, *mixes, weight, 1e-6)
+    for block, warps in ((128, 1), (128, 4), (512, 16)):
+        h, new = torch.empty_like(y), torch.empty_like(old)
+        mhc_kernel[(T,)](y, old, new, *mixes, weight, h, T, 1e-6, H=H, HC=HC, BLOCK=block, num_warps=warps,
+                         enable_fp_fusion=False)  # fmt: skip
+        assert_same_bits(new, want[1])
+        assert_same_bits(h, want[0])
+    nothing = [t[:0] for t in (y, old, old, *mixes)]
+    mhc_kernel[(1,)](*nothing, weight, y[:0], 0, 1e-6, H=H, HC=HC, BLOCK=512, num_warps=16, enable_fp_fusion=False)

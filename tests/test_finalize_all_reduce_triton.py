@@ -25,20 +25,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from moetail.comm import finalize_all_reduce_triton as m
 kernel, names, results = m._finalize_all_reduce_kernel, m._finalize_all_reduce_kernel.arg_names, {}
-POINTERS = dict(rows="*bf16", row_map="*i32", weights="*fp32", shared="*bf16", residual="*bf16", norm_weight="*bf16",
-                out="*bf16", residual_out="*bf16", control="*i64")
-for W, H, K, norm in ((2, 5120, 6, False), (8, 7168, 8, False), (2, 5120, 6, True), (4, 7168, 8, True)):
-    warps = m._NORM_WARPS if norm else m._WARPS
-    block = triton.next_power_of_2(H) if norm else m._BLOCK
+VECTORS = dict.fromkeys(("rows", "shared", "residual", "norm_weight", "out", "residual_out"), "*bf16")
+SCALARS = dict(row_map="*i32", control="*i64") | dict.fromkeys(("weights", "post_mix", "res_mix", "pre_mix"), "*fp32")
+MIXES = dict.fromkeys(("post_mix", "res_mix", "pre_mix"))
+for W, H, K, epilogue in ((2, 5120, 6, "none"), (8, 7168, 8, "none"), (2, 5120, 6, "norm"), (4, 7168, 8, "norm"),
+                          (2, 5120, 6, "mhc"), (4, 5120, 6, "mhc")):
+    warps = m._WARPS if epilogue == "none" else m._ROW_WARPS
+    block = m._BLOCK if epilogue == "none" else triton.next_power_of_2(H)
     constants = dict(K=K, H=H, PRODUCT="fma", GROUPS=1, SCALE="none", TWO_ROUNDINGS=True, POSITIVE_ZERO=False, PDL=True,
-                     KIND=2, FINALIZE=True, NORM=norm, ZERO_CENTRED=False, W=W, BLOCK=block, THREADS=32 * warps,
-                     gate=None, num_valid_rows=None, post_norm_weight=None)
-    if not norm:
+                     KIND=2, FINALIZE=True, EPILOGUE=epilogue, HC=4, ZERO_CENTRED=False, W=W, BLOCK=block,
+                     THREADS=32 * warps, gate=None, num_valid_rows=None, post_norm_weight=None)
+    constants |= {} if epilogue == "mhc" else MIXES
+    if epilogue == "none":
         constants |= dict(residual=None, norm_weight=None, residual_out=None)
-    types = {n: POINTERS.get(n, "fp32" if n in ("scale", "eps") else "i32") for n in names if n not in constants}
+    pointers = VECTORS | SCALARS
+    types = {n: pointers.get(n, "fp32" if n in ("scale", "eps") else "i32") for n in names if n not in constants}
+    # the mixes may be parts of one tensor, at any alignment
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in types
-               if n in POINTERS or n in ("rows_stride", "shared_stride", "residual_stride", "out_stride",
-                                         "residual_out_stride", "capacity")}
+               if n in pointers and n not in MIXES or n in ("rows_stride", "shared_stride", "out_stride", "capacity")
+               or n.startswith("residual")}
     signature = {n: types.get(n, "constexpr") for n in names}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     options = dict(num_warps=warps, enable_fp_fusion=False, launch_pdl=True)
@@ -48,7 +53,7 @@ for W, H, K, norm in ((2, 5120, 6, False), (8, 7168, 8, False), (2, 5120, 6, Tru
         usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name],
                                capture_output=True, text=True, check=True).stdout
     ptx = made.asm["ptx"]
-    results[f"W={W} H={H} norm={norm}"] = dict(
+    results[f"W={W} H={H} {epilogue}"] = dict(
         registers=int(re.search(r"REG:(\\d+)", usage)[1]), stack=int(re.search(r"STACK:(\\d+)", usage)[1]),
         narrow=len(re.findall(r"(?:st|ld\\.volatile)\\.global\\.b16", ptx)), remote_atomics=ptx.count(".sys."),
         first_wait=min(ptx.find("griddepcontrol.wait"), ptx.find("ld.global")) == ptx.find("griddepcontrol.wait"))

@@ -103,8 +103,8 @@ def _cuda(x, residual, norm_weight, eps, post_norm_weight, zero_centred, control
     from moetail.comm import finalize_all_reduce_triton as kernel
 
     _check(x, residual, norm_weight, eps, post_norm_weight, zero_centred, out, residual_out)
-    norm = kernel.Norm(residual, norm_weight, eps, post_norm_weight, zero_centred, residual_out)
-    kernel.launch_all_reduce(x, control, kernel.Place(rank, world_size, max_tokens, one_gpu), out, norm)
+    epilogue = kernel.Epilogue("norm", residual, residual_out, norm_weight, eps, post_norm_weight, zero_centred)
+    kernel.launch_all_reduce(x, control, kernel.Place(rank, world_size, max_tokens, one_gpu), out, epilogue)
 
 
 def _fake(x, residual, norm_weight, eps, post_norm_weight, zero_centred, *rest):  # noqa: ANN001, ANN002, ANN202

@@ -108,7 +108,7 @@ def _cuda(*args):  # noqa: ANN002, ANN202
         rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale,
         local._concrete(numerics, rows, row_map, weights), control,
         kernel.Place(rank, world_size, max_tokens, one_gpu), out,
-        kernel.Norm(residual, norm_weight, eps, post_norm_weight, zero_centred, residual_out),
+        kernel.Epilogue("norm", residual, residual_out, norm_weight, eps, post_norm_weight, zero_centred),
     )  # fmt: skip
 
 

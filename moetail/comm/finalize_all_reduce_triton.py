@@ -1,5 +1,5 @@
-"""finalize_all_reduce(_norm) and all_reduce(_norm) on CUDA GPUs: one Triton kernel from expert rows, or from a finished
-partial, to the sum over ranks [T, H] on every rank, and on to the next layer's input.
+"""finalize_all_reduce and all_reduce, (_norm, _mhc) too, on CUDA GPUs: one Triton kernel from expert rows, or from a
+finished partial, to the sum over ranks [T, H] on every rank, and on to the next layer's input.
 
 One-shot push. A call has a number, counted on the device; its parity names one of two phases of every inbox. A program
 finalizes its tiles and stores them, rounded, into its slot of every rank's inbox (its own too). Only then does it poll
@@ -26,7 +26,7 @@ import triton.language as tl
 from moetail.comm import workspace
 from moetail.comm.workspace import FaultKind, Kind
 from moetail.numerics import Numerics
-from moetail.ops.epilogue_triton import _residual_norm
+from moetail.ops.epilogue_triton import _mhc, _residual_norm
 from moetail.ops.finalize_triton import Facts, _finalized, _to, has_pdl
 
 _CALL, _OWNER, _LEFT = (tl.constexpr(word) for word in (workspace.CALL, workspace.OWNER, workspace.LEFT))
@@ -61,22 +61,34 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """What follows the sum: the residual add and the next layer's norm (the sandwich where post_norm_weight is given).
+class Epilogue:
+    """What follows the sum: nothing; "norm", the residual add and the next layer's norm (the sandwich where
+    post_norm_weight is given); or "mhc", the mix into the residual streams [T, hc, H], their collapse and its norm.
     `out` then holds h."""
 
-    residual: torch.Tensor
-    norm_weight: torch.Tensor
-    eps: float
-    post_norm_weight: torch.Tensor | None
-    zero_centred: bool
-    residual_out: torch.Tensor
+    name: str = "none"
+    residual: torch.Tensor | None = None
+    residual_out: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
+    eps: float = 0.0
+    post_norm_weight: torch.Tensor | None = None
+    zero_centred: bool = False
+    post_mix: torch.Tensor | None = None
+    res_mix: torch.Tensor | None = None
+    pre_mix: torch.Tensor | None = None
 
+
+# The op of a call, without finalize and with it.
+_KINDS = {
+    "none": (Kind.ALL_REDUCE, Kind.FINALIZE_ALL_REDUCE),
+    "norm": (Kind.ALL_REDUCE_NORM, Kind.FINALIZE_ALL_REDUCE_NORM),
+    "mhc": (Kind.ALL_REDUCE_MHC, Kind.FINALIZE_ALL_REDUCE_MHC),
+}
 
 # Columns and warps of a program: 8 columns a thread are the 16 bytes of one store to a peer. A program that norms owns
 # a token's whole row.
 _BLOCK, _WARPS = 512, 2
-_NORM_WARPS = 16
+_ROW_WARPS = 16
 
 
 def launch(
@@ -91,7 +103,7 @@ def launch(
     control: torch.Tensor,
     place: Place,
     out: torch.Tensor,
-    norm: Norm | None = None,
+    epilogue: Epilogue = Epilogue(),
 ) -> None:
     """Write `out` [T, H]. The arguments are checked, `numerics` is concrete; T may be 0."""
     (T, K), (R, H) = row_map.shape, rows.shape
@@ -100,46 +112,53 @@ def launch(
         *row_map.stride(), *((0, 0) if weights is None else weights.stride()),
         0 if shared_gate is None else shared_gate.stride(0),
     )  # fmt: skip
-    kind = Kind.FINALIZE_ALL_REDUCE if norm is None else Kind.FINALIZE_ALL_REDUCE_NORM
     tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows)
-    _launch(tensors, (T, R, *strides, float(routed_scale)), control, place, out, norm, facts, kind)
+    _launch(tensors, (T, R, *strides, float(routed_scale)), control, place, out, epilogue, facts, finalize=True)
 
 
 def launch_all_reduce(
-    x: torch.Tensor, control: torch.Tensor, place: Place, out: torch.Tensor, norm: Norm | None = None
+    x: torch.Tensor, control: torch.Tensor, place: Place, out: torch.Tensor, epilogue: Epilogue = Epilogue()
 ) -> None:
     """Write `out` [T, H] from the sum over ranks of each rank's x [T, H]."""
     T, H = x.shape
     facts = Facts.of(1, H, Numerics.TRTLLM, 1.0, place.pdl(x.device))
-    kind = Kind.ALL_REDUCE if norm is None else Kind.ALL_REDUCE_NORM
     tensors = (x, None, None, None, None, None)
-    _launch(tensors, (T, T, 0, 0, 0, 0, 0, 1.0), control, place, out, norm, facts, kind)
+    _launch(tensors, (T, T, 0, 0, 0, 0, 0, 1.0), control, place, out, epilogue, facts, finalize=False)
 
 
 def _launch(
     inputs: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...], control: torch.Tensor, place: Place,
-    out: torch.Tensor, norm: Norm | None, facts: Facts, kind: Kind,
+    out: torch.Tensor, e: Epilogue, facts: Facts, *, finalize: bool,
 ) -> None:  # fmt: skip
     T, H = out.shape
-    after = (None,) * 4 if norm is None else (norm.residual, norm.norm_weight, norm.post_norm_weight, norm.residual_out)
-    residual, norm_weight, post_norm_weight, residual_out = after
-    tensors = (*inputs, residual, norm_weight, post_norm_weight, out, residual_out, control)
-    warps = _WARPS if norm is None else _NORM_WARPS
-    block = _BLOCK if norm is None else max(32 * warps, triton.next_power_of_2(H))
+    tensors = (*inputs, e.residual, e.post_mix, e.res_mix, e.pre_mix, e.norm_weight, e.post_norm_weight, out,
+               e.residual_out, control)  # fmt: skip
+    whole_row = e.name != "none"
+    hc = 0 if e.res_mix is None else e.res_mix.shape[1]
+    warps = _ROW_WARPS if whole_row else _WARPS
+    block = max(32 * warps, triton.next_power_of_2(H)) if whole_row else _BLOCK
     options = vars(facts) | {
-        "KIND": int(kind), "FINALIZE": kind in (Kind.FINALIZE_ALL_REDUCE, Kind.FINALIZE_ALL_REDUCE_NORM),
-        "NORM": norm is not None, "ZERO_CENTRED": norm is not None and norm.zero_centred, "W": place.world_size,
-        "BLOCK": block, "THREADS": 32 * warps, "num_warps": warps, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
+        "KIND": int(_KINDS[e.name][finalize]), "FINALIZE": finalize, "EPILOGUE": e.name, "HC": hc,
+        "ZERO_CENTRED": e.zero_centred, "W": place.world_size, "BLOCK": block, "THREADS": 32 * warps,
+        "num_warps": warps, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
     }  # fmt: skip
-    strides = tuple(0 if t is None else t.stride(0) for t in (inputs[0], inputs[3], residual, out, residual_out))
-    aligned = (*strides, place.max_tokens * workspace.slot_stride(H))
+    mixes = tuple(_stride(mix) for mix in (e.post_mix, e.res_mix, e.pre_mix))
+    streams = tuple(_stride(t, dim) for t in (e.residual, e.residual_out) for dim in (0, 1))
+    aligned = (_stride(inputs[0]), _stride(inputs[3]), _stride(out), *streams,
+               place.max_tokens * workspace.slot_stride(H))  # fmt: skip
     _compile(
         out.device, tuple(None if t is None else t.dtype for t in tensors), aligned, tuple(sorted(options.items()))
     )
     grid = max(1, min(T * triton.cdiv(H, block), place.programs(out.device, warps)))
-    eps = 0.0 if norm is None else float(norm.eps)
     with torch.cuda.device(out.device):
-        _finalize_all_reduce_kernel[(grid,)](*tensors, *numbers, eps, place.rank, *aligned, **options)
+        _finalize_all_reduce_kernel[(grid,)](
+            *tensors, *numbers, float(e.eps), *mixes, place.rank, *aligned, **options
+        )  # fmt: skip
+
+
+def _stride(tensor: torch.Tensor | None, dim: int = 0) -> int:
+    """Of a dimension but the last, in which a step is one element for every tensor here."""
+    return 0 if tensor is None or dim == tensor.dim() - 1 else tensor.stride(dim)
 
 
 @functools.cache
@@ -152,22 +171,25 @@ def _compile(
     """Compile and load: a module that is loaded while another rank's kernel polls on the same GPU waits for it.
 
     Nothing else is specialized, so this one kernel serves every T and every rank."""
-    unspecialized = (2, 2, 2, 2, 2, 2, 2, 2.0, 2.0, 2)  # T, R, five strides, scale, eps, rank
+    unspecialized = (*(2,) * 7, 2.0, 2.0, *(2,) * 4)  # T, R, five strides, scale, eps, the mixes' strides, rank
     with torch.cuda.device(device):
         compiled = _finalize_all_reduce_kernel.warmup(*dtypes, *unspecialized, *aligned, grid=(1,), **dict(options))
         compiled[(1, 1, 1)]
 
 
+# The mixes may be parts of one tensor, at any alignment: their pointers are not specialized either.
 @triton.jit(do_not_specialize=["T", "R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
-                               "gate_stride", "scale", "eps", "RANK"])  # fmt: skip
+                               "gate_stride", "scale", "eps", "post_stride", "comb_stride", "pre_stride", "RANK"],
+            do_not_specialize_on_alignment=["post_mix", "res_mix", "pre_mix"])  # fmt: skip
 def _finalize_all_reduce_kernel(
-    rows, row_map, weights, shared, gate, num_valid_rows, residual, norm_weight, post_norm_weight, out, residual_out,
-    control, T, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k, gate_stride, scale, eps, RANK,
-    rows_stride, shared_stride, residual_stride, out_stride, residual_out_stride, capacity,
+    rows, row_map, weights, shared, gate, num_valid_rows, residual, post_mix, res_mix, pre_mix, norm_weight,
+    post_norm_weight, out, residual_out, control, T, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k,
+    gate_stride, scale, eps, post_stride, comb_stride, pre_stride, RANK, rows_stride, shared_stride, out_stride,
+    residual_stride_t, residual_stride_s, residual_out_stride_t, residual_out_stride_s, capacity,
     K: tl.constexpr, H: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
-    FINALIZE: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
-    THREADS: tl.constexpr,
+    FINALIZE: tl.constexpr, EPILOGUE: tl.constexpr, HC: tl.constexpr, ZERO_CENTRED: tl.constexpr, W: tl.constexpr,
+    BLOCK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -251,14 +273,21 @@ def _finalize_all_reduce_kernel(
             _fail(control, tl.where(state == _LATE, _TIMED_OUT, _DISAGREED).to(tl.int64), peer, call)
         good = alive & (failed == 0)
         y = _to(tl.where(good, total, float("nan")), dtype)
-        if NORM:
-            old = tl.load(residual + t * residual_stride + c, mask=here, other=0.0)
+        if EPILOGUE == "norm":
+            old = tl.load(residual + t * residual_stride_t + c, mask=here, other=0.0)
             weight = tl.load(norm_weight + c, mask=here, other=0.0)
             post_weight = None
             if post_norm_weight is not None:
                 post_weight = tl.load(post_norm_weight + c, mask=here, other=0.0)
             y, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED)
-            tl.store(residual_out + t * residual_out_stride + c, new, mask=here)
+            tl.store(residual_out + t * residual_out_stride_t + c, new, mask=here)
+        if EPILOGUE == "mhc":
+            weight = tl.load(norm_weight + c, mask=here, other=0.0)
+            y = _mhc(
+                y, residual + t * residual_stride_t + c, residual_stride_s,
+                residual_out + t * residual_out_stride_t + c, residual_out_stride_s, post_mix + t * post_stride,
+                res_mix + t * comb_stride, pre_mix + t * pre_stride, weight, T > 0, here, eps, H, HC,
+            )  # fmt: skip
         tl.store(out + t * out_stride + c, y, mask=here)
         for w in tl.static_range(W):
             tl.store(_slot(mine, at + w * capacity), tl.full([BLOCK], _SENTINEL, tl.int16), mask=here & good)

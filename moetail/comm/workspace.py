@@ -39,6 +39,8 @@ class Kind(enum.IntEnum):
     FINALIZE_ALL_REDUCE = 2
     ALL_REDUCE_NORM = 3
     FINALIZE_ALL_REDUCE_NORM = 4
+    ALL_REDUCE_MHC = 5
+    FINALIZE_ALL_REDUCE_MHC = 6
 
 
 def header(call: int, kind: Kind, T: int) -> int:

@@ -117,6 +117,9 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         (n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))) for t in (a, b))  # fmt: skip
     if first[0] >= last[1] or last[0] >= first[1]:
         return False
+    if a.dim() == 3 or b.dim() == 3:  # [T, streams, H]: each stream is rows
+        parts = [t.unbind(1) if t.dim() == 3 else (t,) for t in (a, b)]
+        return any(_overlap(x, y) for x in parts[0] for y in parts[1])
     pitch = a.stride(0) * a.element_size()
     if b.dim() != 2 or pitch == 0 or b.stride(0) * b.element_size() != pitch:
         return True

@@ -166,14 +166,21 @@ def check_norm(
     post_norm_weight: torch.Tensor | None, residual_out: torch.Tensor,
 ) -> None:  # fmt: skip
     """What a norm of T tokens behind `rows` [.., H], the argument `name`, needs. Raises: ValueError."""
+    check_weights(name, rows, eps, ("norm_weight", norm_weight), ("post_norm_weight", post_norm_weight))
+    for which, tensor in (("residual", residual), ("residual_out", residual_out)):
+        local._check_rows_like(which, tensor, rows, T)
+        if tensor.device != rows.device:
+            raise ValueError(f"{which} must be on the device of {name}, {rows.device}, got {tensor.device}")
+
+
+def check_weights(name: str, rows: torch.Tensor, eps: float, *weights: tuple[str, torch.Tensor | None]) -> None:
+    """What an RMSNorm of the rows of `rows`, the argument `name`, needs. Raises: ValueError."""
     H = rows.shape[1]
     if H > MAX_H:
         raise ValueError(f"{name} must have H <= {MAX_H} columns, got {H}: one program holds a token's whole row")
     if not _LEAST_EPS <= eps <= _LARGEST_EPS:
         raise ValueError(f"eps must be between {_LEAST_EPS} and {_LARGEST_EPS}, got {eps!r}")
-    local._check_rows_like("residual", residual, rows, T)
-    local._check_rows_like("residual_out", residual_out, rows, T)
-    for which, weight in (("norm_weight", norm_weight), ("post_norm_weight", post_norm_weight)):
+    for which, weight in weights:
         if weight is None:
             continue
         if weight.shape != (H,):
@@ -182,10 +189,8 @@ def check_norm(
             raise ValueError(f"{which} must be float32, bfloat16 or float16, got {weight.dtype}")
         if not weight.is_contiguous():
             raise ValueError(f"{which} must be contiguous, got strides {weight.stride()}")
-    for which, tensor in (("residual", residual), ("norm_weight", norm_weight), ("post_norm_weight", post_norm_weight),
-                         ("residual_out", residual_out)):  # fmt: skip
-        if tensor is not None and tensor.device != rows.device:
-            raise ValueError(f"{which} must be on the device of {name}, {rows.device}, got {tensor.device}")
+        if weight.device != rows.device:
+            raise ValueError(f"{which} must be on the device of {name}, {rows.device}, got {weight.device}")
 
 
 def _check_no_overlap(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, residual,  # noqa: ANN001, ANN202
