@@ -36,19 +36,19 @@ class Code:
     @property
     def before_wait(self):
         """Accesses to global memory above the wait for the kernel before."""
-        return len(re.findall(r"(?:ld|st)\.global", self.ptx.split(WAIT)[0]))
+        return len(re.findall(r"(?:ld|st|atom)(?:\.volatile)?\.global", self.ptx.split(WAIT)[0]))
 
 
-def sm_90(kernel, pointers, constants, options, aligned=()):
-    """`pointers`: argument -> "*bf16" and the like, all aligned to 16 bytes, as the numbers named in `aligned` are. The
-    other arguments that are not constants are int32, but scale and eps."""
+def sm_90(kernel, pointers, constants, options, aligned=(), unaligned=None):
+    """`pointers`: argument -> "*bf16" and the like, all aligned to 16 bytes, as the numbers named in `aligned` are;
+    `unaligned`: pointers that are not. The other arguments that are not constants are int32, but scale and eps."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
     types = {n: "fp32" if n in ("scale", "eps", "routed_scale") else "i32" for n in names if n not in constants}
-    types |= {n: kind for n, kind in pointers.items() if n in names}
+    types |= {n: kind for n, kind in {**pointers, **(unaligned or {})}.items() if n in names}
     places = {n: (names.index(n),) for n in names}
     source = ASTSource(
         kernel,
