@@ -17,7 +17,7 @@ from moetail.cli.terminal import fail, progress_bar
 @bench.command()
 def selftest(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
-    rounds: Annotated[int, typer.Option(min=4, help="rounds a plant; a void verdict gets more")] = 24,
+    rounds: Annotated[int, typer.Option(min=4, help="rounds a plant; one that is missed gets more")] = 24,
     json: Annotated[Path | None, typer.Option(help="write the record here")] = None,
 ) -> None:
     """The gate tested: a slower producer, an A/A pair, a gain from nothing and one wrong bit must get their verdicts.
