@@ -143,7 +143,7 @@ def run(
     progress: Callable[[str, int, int], None] = lambda plant, done, total: None,
 ) -> list[Outcome]:  # fmt: skip
     """Every plant through the gate. One that did not get its verdict gets twice as many rounds, three times at most: on
-    a busy machine few rounds show noise (two ranks on two cores: an A/A pair 4 % apart). What counts is the last verdict.
+    a busy machine few rounds show noise (two ranks on two cores: an A/A pair 4 % apart). The last verdict counts.
     """
     case = parse_case(f"planted={_SIZES[device.type][0]}")
     outcomes = []
