@@ -31,7 +31,7 @@ def all_reduce(x: torch.Tensor, *, workspace: Workspace, out: torch.Tensor | Non
     Raises: ValueError naming the argument, before anything is sent; RuntimeError where the workspace is destroyed and,
     on a CPU, where it has a fault (`Workspace.check` on a GPU).
     """
-    check_tensors(("x", x, True), ("out", out, False))
+    local.check_tensors(("x", x, True), ("out", out, False))
     if x.dim() != 2:
         raise ValueError(f"x must have two dimensions [T, H], got shape {tuple(x.shape)}")
     check_workspace(workspace, "x", x, x.shape[0])
@@ -43,12 +43,6 @@ def all_reduce(x: torch.Tensor, *, workspace: Workspace, out: torch.Tensor | Non
         return _op(x, w.control, w.group_name, w.rank, w.world_size, w.max_tokens, w.one_gpu)
     _op_out(x, w.control, w.group_name, w.rank, w.world_size, w.max_tokens, w.one_gpu, out)
     return out
-
-
-def check_tensors(*arguments: tuple[str, object, bool]) -> None:
-    for name, value, needed in arguments:
-        if not isinstance(value, torch.Tensor) and (needed or value is not None):
-            raise ValueError(f"{name} must be a tensor{'' if needed else ' or None'}, got {type(value).__name__}")
 
 
 def check_workspace(workspace: Workspace, name: str, x: torch.Tensor, T: int) -> None:

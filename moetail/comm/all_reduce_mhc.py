@@ -17,10 +17,11 @@ import torch
 
 from moetail import reference
 from moetail.comm import all_reduce_cpu
-from moetail.comm.all_reduce import WORKSPACE_ARGS, check_tensors, check_workspace, refuse_gradients
+from moetail.comm.all_reduce import WORKSPACE_ARGS, check_workspace, refuse_gradients
 from moetail.comm.workspace import Kind, Workspace
 from moetail.ops import finalize as local
-from moetail.ops.finalize_mhc import MHC_ARGS, check_mhc, check_number, check_residual_out, new_residual
+from moetail.ops.finalize_mhc import MHC_ARGS, check_mhc, check_residual_out, new_residual
+from moetail.ops.finalize_norm import check_number
 
 
 def all_reduce_mhc(
@@ -50,9 +51,9 @@ def all_reduce_mhc(
     Raises: ValueError naming the argument, before anything is sent; RuntimeError where the workspace is destroyed and,
     on a CPU, where it has a fault (`Workspace.check` on a GPU).
     """
-    check_tensors(("x", x, True), ("residual", residual, True), ("post_mix", post_mix, True),
-                  ("res_mix", res_mix, True), ("pre_mix", pre_mix, True), ("norm_weight", norm_weight, True),
-                  ("residual_out", residual_out, False), ("out", out, False))  # fmt: skip
+    local.check_tensors(("x", x, True), ("residual", residual, True), ("post_mix", post_mix, True),
+                        ("res_mix", res_mix, True), ("pre_mix", pre_mix, True), ("norm_weight", norm_weight, True),
+                        ("residual_out", residual_out, False), ("out", out, False))  # fmt: skip
     if x.dim() != 2:
         raise ValueError(f"x must have two dimensions [T, H], got shape {tuple(x.shape)}")
     check_number("eps", eps)

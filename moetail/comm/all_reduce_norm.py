@@ -17,7 +17,7 @@ import torch
 
 from moetail import reference
 from moetail.comm import all_reduce_cpu
-from moetail.comm.all_reduce import WORKSPACE_ARGS, check_tensors, check_workspace, refuse_gradients
+from moetail.comm.all_reduce import WORKSPACE_ARGS, check_workspace, refuse_gradients
 from moetail.comm.workspace import Kind, Workspace
 from moetail.ops import finalize as local
 from moetail.ops.finalize_norm import check_norm
@@ -50,9 +50,9 @@ def all_reduce_norm(
     Raises: ValueError naming the argument, before anything is sent; RuntimeError where the workspace is destroyed and,
     on a CPU, where it has a fault (`Workspace.check` on a GPU).
     """
-    check_tensors(("x", x, True), ("residual", residual, True), ("norm_weight", norm_weight, True),
-                  ("post_norm_weight", post_norm_weight, False), ("residual_out", residual_out, False),
-                  ("out", out, False))  # fmt: skip
+    local.check_tensors(("x", x, True), ("residual", residual, True), ("norm_weight", norm_weight, True),
+                        ("post_norm_weight", post_norm_weight, False), ("residual_out", residual_out, False),
+                        ("out", out, False))  # fmt: skip
     if x.dim() != 2:
         raise ValueError(f"x must have two dimensions [T, H], got shape {tuple(x.shape)}")
     check_workspace(workspace, "x", x, x.shape[0])

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from moetail.comm import all_reduce_cpu
-from moetail.comm.all_reduce import WORKSPACE_ARGS, check_tensors, check_workspace, refuse_gradients
+from moetail.comm.all_reduce import WORKSPACE_ARGS, check_workspace, refuse_gradients
 from moetail.comm.workspace import Kind, Workspace
 from moetail.numerics import Numerics
 from moetail.ops import finalize as local
@@ -47,9 +47,9 @@ def finalize_all_reduce(
     Raises: ValueError naming the argument, before anything is sent; RuntimeError where the workspace is destroyed and,
     on a CPU, where it has a fault (`Workspace.check` on a GPU).
     """
-    check_tensors(("rows", rows, True), ("row_map", row_map, True), ("weights", weights, False),
-                  ("shared", shared, False), ("shared_gate", shared_gate, False),
-                  ("num_valid_rows", num_valid_rows, False), ("out", out, False))  # fmt: skip
+    local.check_tensors(("rows", rows, True), ("row_map", row_map, True), ("weights", weights, False),
+                        ("shared", shared, False), ("shared_gate", shared_gate, False),
+                        ("num_valid_rows", num_valid_rows, False), ("out", out, False))  # fmt: skip
     local._check_rank(rows, row_map)
     check_workspace(workspace, "rows", rows, row_map.shape[0])
     w = workspace
@@ -58,10 +58,7 @@ def finalize_all_reduce(
             rows, row_map, weights, shared, shared_gate=shared_gate, routed_scale=routed_scale,
             num_valid_rows=num_valid_rows, numerics=numerics, out=out,
         )  # fmt: skip
-    if not isinstance(numerics, Numerics):
-        raise ValueError(f"numerics must be a moetail.Numerics, got {numerics!r}")
-    if not isinstance(routed_scale, (int, float)) or not abs(routed_scale) <= local._LARGEST_F32:
-        raise ValueError(f"routed_scale must be a number that fp32 holds, got {routed_scale!r}")
+    local.check_settings(numerics, routed_scale)
     refuse_gradients(rows, weights, shared, shared_gate, out)
     args = (rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec,
             w.control, w.group_name, w.rank, w.world_size, w.max_tokens, w.one_gpu)  # fmt: skip

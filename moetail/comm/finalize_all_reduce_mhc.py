@@ -16,12 +16,13 @@ from __future__ import annotations
 import torch
 
 from moetail.comm import all_reduce_cpu
-from moetail.comm.all_reduce import WORKSPACE_ARGS, check_tensors, check_workspace, refuse_gradients
+from moetail.comm.all_reduce import WORKSPACE_ARGS, check_workspace, refuse_gradients
 from moetail.comm.all_reduce_mhc import alone, epilogue
 from moetail.comm.workspace import Kind, Workspace
 from moetail.numerics import Numerics
 from moetail.ops import finalize as local
 from moetail.ops import finalize_mhc as local_mhc
+from moetail.ops.finalize_norm import check_number
 
 
 def finalize_all_reduce_mhc(
@@ -55,11 +56,11 @@ def finalize_all_reduce_mhc(
     Raises: ValueError naming the argument, before anything is sent; RuntimeError where the workspace is destroyed and,
     on a CPU, where it has a fault (`Workspace.check` on a GPU).
     """
-    check_tensors(("rows", rows, True), ("row_map", row_map, True), ("weights", weights, False),
-                  ("shared", shared, False), ("shared_gate", shared_gate, False), ("residual", residual, True),
-                  ("num_valid_rows", num_valid_rows, False), ("post_mix", post_mix, True), ("res_mix", res_mix, True),
-                  ("pre_mix", pre_mix, True), ("norm_weight", norm_weight, True),
-                  ("residual_out", residual_out, False), ("out", out, False))  # fmt: skip
+    local.check_tensors(("rows", rows, True), ("row_map", row_map, True), ("weights", weights, False),
+                        ("shared", shared, False), ("shared_gate", shared_gate, False), ("residual", residual, True),
+                        ("num_valid_rows", num_valid_rows, False), ("post_mix", post_mix, True),
+                        ("res_mix", res_mix, True), ("pre_mix", pre_mix, True), ("norm_weight", norm_weight, True),
+                        ("residual_out", residual_out, False), ("out", out, False))  # fmt: skip
     local._check_rank(rows, row_map)
     check_workspace(workspace, "rows", rows, row_map.shape[0])
     w = workspace
@@ -69,11 +70,8 @@ def finalize_all_reduce_mhc(
             norm_weight=norm_weight, eps=eps, residual_out=residual_out, out=out, shared_gate=shared_gate,
             routed_scale=routed_scale, num_valid_rows=num_valid_rows, numerics=numerics,
         )  # fmt: skip
-    if not isinstance(numerics, Numerics):
-        raise ValueError(f"numerics must be a moetail.Numerics, got {numerics!r}")
-    if not isinstance(routed_scale, (int, float)) or not abs(routed_scale) <= local._LARGEST_F32:
-        raise ValueError(f"routed_scale must be a number that fp32 holds, got {routed_scale!r}")
-    local_mhc.check_number("eps", eps)
+    local.check_settings(numerics, routed_scale)
+    check_number("eps", eps)
     refuse_gradients(rows, weights, shared, shared_gate, residual, post_mix, res_mix, pre_mix, norm_weight,
                      residual_out, out)  # fmt: skip
     out = local._new_out(rows, row_map) if out is None else out

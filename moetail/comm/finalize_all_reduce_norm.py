@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from moetail.comm import all_reduce_cpu
-from moetail.comm.all_reduce import WORKSPACE_ARGS, check_tensors, check_workspace, refuse_gradients
+from moetail.comm.all_reduce import WORKSPACE_ARGS, check_workspace, refuse_gradients
 from moetail.comm.all_reduce_norm import NORM_ARGS, _alone
 from moetail.comm.workspace import Kind, Workspace
 from moetail.numerics import Numerics
@@ -54,11 +54,11 @@ def finalize_all_reduce_norm(
     Raises: ValueError naming the argument, before anything is sent; RuntimeError where the workspace is destroyed and,
     on a CPU, where it has a fault (`Workspace.check` on a GPU).
     """
-    check_tensors(("rows", rows, True), ("row_map", row_map, True), ("weights", weights, False),
-                  ("shared", shared, False), ("shared_gate", shared_gate, False), ("residual", residual, True),
-                  ("num_valid_rows", num_valid_rows, False), ("norm_weight", norm_weight, True),
-                  ("post_norm_weight", post_norm_weight, False), ("residual_out", residual_out, False),
-                  ("out", out, False))  # fmt: skip
+    local.check_tensors(("rows", rows, True), ("row_map", row_map, True), ("weights", weights, False),
+                        ("shared", shared, False), ("shared_gate", shared_gate, False), ("residual", residual, True),
+                        ("num_valid_rows", num_valid_rows, False), ("norm_weight", norm_weight, True),
+                        ("post_norm_weight", post_norm_weight, False), ("residual_out", residual_out, False),
+                        ("out", out, False))  # fmt: skip
     local._check_rank(rows, row_map)
     check_workspace(workspace, "rows", rows, row_map.shape[0])
     w = workspace
@@ -68,10 +68,7 @@ def finalize_all_reduce_norm(
             post_norm_weight=post_norm_weight, zero_centred=zero_centred, residual_out=residual_out, out=out,
             shared_gate=shared_gate, routed_scale=routed_scale, num_valid_rows=num_valid_rows, numerics=numerics,
         )  # fmt: skip
-    if not isinstance(numerics, Numerics):
-        raise ValueError(f"numerics must be a moetail.Numerics, got {numerics!r}")
-    if not isinstance(routed_scale, (int, float)) or not abs(routed_scale) <= local._LARGEST_F32:
-        raise ValueError(f"routed_scale must be a number that fp32 holds, got {routed_scale!r}")
+    local.check_settings(numerics, routed_scale)
     refuse_gradients(rows, weights, shared, shared_gate, residual, norm_weight, post_norm_weight, residual_out, out)
     out = local._new_out(rows, row_map) if out is None else out
     residual_out = local._new_out(rows, row_map) if residual_out is None else residual_out

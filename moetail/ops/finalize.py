@@ -61,16 +61,10 @@ def finalize(
     Raises: ValueError naming the argument, what it was and what it must be, before anything is launched or written.
     Not checked: the values of row_map beyond absence (that would need a host sync).
     """
-    if not isinstance(numerics, Numerics):
-        raise ValueError(f"numerics must be a moetail.Numerics, got {numerics!r}")
-    if not isinstance(routed_scale, (int, float)) or not abs(routed_scale) <= _LARGEST_F32:
-        raise ValueError(f"routed_scale must be a number that fp32 holds, got {routed_scale!r}")
-    for name, value, needed in (
-        ("rows", rows, True), ("row_map", row_map, True), ("weights", weights, False), ("shared", shared, False),
-        ("shared_gate", shared_gate, False), ("num_valid_rows", num_valid_rows, False), ("out", out, False),
-    ):  # fmt: skip
-        if not isinstance(value, torch.Tensor) and (needed or value is not None):
-            raise ValueError(f"{name} must be a tensor{'' if needed else ' or None'}, got {type(value).__name__}")
+    check_settings(numerics, routed_scale)
+    check_tensors(("rows", rows, True), ("row_map", row_map, True), ("weights", weights, False),
+                  ("shared", shared, False), ("shared_gate", shared_gate, False),
+                  ("num_valid_rows", num_valid_rows, False), ("out", out, False))  # fmt: skip
     if out is None:
         return _op(
             rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec
@@ -83,6 +77,21 @@ def finalize(
         rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec, out
     )  # fmt: skip
     return out
+
+
+def check_settings(numerics: object, routed_scale: object) -> None:
+    """Raises: ValueError. For every op that finalizes."""
+    if not isinstance(numerics, Numerics):
+        raise ValueError(f"numerics must be a moetail.Numerics, got {numerics!r}")
+    if not isinstance(routed_scale, (int, float)) or not abs(routed_scale) <= _LARGEST_F32:
+        raise ValueError(f"routed_scale must be a number that fp32 holds, got {routed_scale!r}")
+
+
+def check_tensors(*arguments: tuple[str, object, bool]) -> None:
+    """(name, value, whether it must be there) of each. Raises: ValueError for one that is no tensor."""
+    for name, value, needed in arguments:
+        if not isinstance(value, torch.Tensor) and (needed or value is not None):
+            raise ValueError(f"{name} must be a tensor{'' if needed else ' or None'}, got {type(value).__name__}")
 
 
 def _new_out(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from moetail import reference
 from moetail.numerics import Numerics
 from moetail.ops import finalize as local
-from moetail.ops.finalize_norm import check_weights
+from moetail.ops.finalize_norm import _write, check_constants, check_number, check_weights
 
 MAX_STREAMS = 8
 
@@ -65,21 +65,13 @@ def finalize_mhc(
     Raises: ValueError naming the argument, what it was and what it must be, before anything is launched or written.
     Not checked: the values of row_map beyond absence (that would need a host sync), and those of the mixes.
     """
-    if not isinstance(numerics, Numerics):
-        raise ValueError(f"numerics must be a moetail.Numerics, got {numerics!r}")
-    if not isinstance(routed_scale, (int, float)) or not abs(routed_scale) <= local._LARGEST_F32:
-        raise ValueError(f"routed_scale must be a number that fp32 holds, got {routed_scale!r}")
+    local.check_settings(numerics, routed_scale)
     check_number("eps", eps)
     needed = {"rows": rows, "row_map": row_map, "residual": residual, "post_mix": post_mix, "res_mix": res_mix,
               "pre_mix": pre_mix, "norm_weight": norm_weight}  # fmt: skip
     optional = {"weights": weights, "shared": shared, "shared_gate": shared_gate, "num_valid_rows": num_valid_rows,
                 "out": out, "residual_out": residual_out}  # fmt: skip
-    for name, value in (needed | optional).items():
-        if not isinstance(value, torch.Tensor) and (name in needed or value is not None):
-            or_none = "" if name in needed else " or None"
-            raise ValueError(f"{name} must be a tensor{or_none}, got {type(value).__name__}")
-        if value is not None and value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} must not require gradients, got a tensor that does: use torch.no_grad()")
+    check_constants(needed, optional)
     args = (rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec, residual,
             post_mix, res_mix, pre_mix, norm_weight, eps)  # fmt: skip
     if out is None and residual_out is None:
@@ -134,12 +126,6 @@ def _out_variant(into: Callable[..., None]) -> Callable[..., None]:
     return finalize_mhc_out
 
 
-def _write(into, rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, *rest):  # noqa: ANN001, ANN002, ANN202
-    concrete = local._concrete(numerics, rows, row_map, weights)
-    if row_map.shape[0] > 0:
-        into(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, concrete, *rest)
-
-
 def _fake(*args):  # noqa: ANN002, ANN202
     rows, row_map, *_ = args
     local._check_rank(rows, row_map)
@@ -152,11 +138,6 @@ def _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_s
     *mhc, out, residual_out = rest
     local._check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
     check_mhc("rows", rows, row_map.shape[0], *mhc, residual_out)
-
-
-def check_number(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, got {value!r}")
 
 
 def check_mhc(

@@ -63,27 +63,14 @@ def finalize_norm(
     Raises: ValueError naming the argument, what it was and what it must be, before anything is launched or written.
     Not checked: the values of row_map beyond absence (that would need a host sync).
     """
-    if not isinstance(numerics, Numerics):
-        raise ValueError(f"numerics must be a moetail.Numerics, got {numerics!r}")
-    if not isinstance(routed_scale, (int, float)) or not abs(routed_scale) <= local._LARGEST_F32:
-        raise ValueError(f"routed_scale must be a number that fp32 holds, got {routed_scale!r}")
-    if not isinstance(eps, (int, float)):
-        raise ValueError(f"eps must be a number, got {eps!r}")
+    local.check_settings(numerics, routed_scale)
+    check_number("eps", eps)
     if not isinstance(zero_centred, bool):
         raise ValueError(f"zero_centred must be True or False, got {zero_centred!r}")
-    tensors = {
-        "rows": rows, "row_map": row_map, "residual": residual, "norm_weight": norm_weight, "weights": weights,
-        "shared": shared, "shared_gate": shared_gate, "num_valid_rows": num_valid_rows,
-        "post_norm_weight": post_norm_weight, "out": out, "residual_out": residual_out,
-    }  # fmt: skip
-    for name, value in tensors.items():
-        needed = name in ("rows", "row_map", "residual", "norm_weight")
-        if not isinstance(value, torch.Tensor) and (needed or value is not None):
-            raise ValueError(f"{name} must be a tensor{'' if needed else ' or None'}, got {type(value).__name__}")
-    if torch.is_grad_enabled():
-        for name, value in tensors.items():
-            if value is not None and value.requires_grad:
-                raise ValueError(f"{name} must not require gradients, got a tensor that does: use torch.no_grad()")
+    needed = {"rows": rows, "row_map": row_map, "residual": residual, "norm_weight": norm_weight}
+    optional = {"weights": weights, "shared": shared, "shared_gate": shared_gate, "num_valid_rows": num_valid_rows,
+                "post_norm_weight": post_norm_weight, "out": out, "residual_out": residual_out}  # fmt: skip
+    check_constants(needed, optional)
     args = (rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec, residual,
             norm_weight, eps, post_norm_weight, zero_centred)  # fmt: skip
     if out is None and residual_out is None:
@@ -171,6 +158,20 @@ def check_norm(
         local._check_rows_like(which, tensor, rows, T)
         if tensor.device != rows.device:
             raise ValueError(f"{which} must be on the device of {name}, {rows.device}, got {tensor.device}")
+
+
+def check_number(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+
+
+def check_constants(needed: dict[str, torch.Tensor], optional: dict[str, torch.Tensor | None]) -> None:
+    """Tensors of an op without gradients. Raises: ValueError for one that is none, or that wants gradients."""
+    local.check_tensors(*((n, t, True) for n, t in needed.items()), *((n, t, False) for n, t in optional.items()))
+    if torch.is_grad_enabled():
+        for name, value in (needed | optional).items():
+            if value is not None and value.requires_grad:
+                raise ValueError(f"{name} must not require gradients, got a tensor that does: use torch.no_grad()")
 
 
 def check_weights(name: str, rows: torch.Tensor, eps: float, *weights: tuple[str, torch.Tensor | None]) -> None:
