@@ -23,6 +23,7 @@ class Code:
     registers: int
     stack: int
     local: int
+    shared: int  # bytes of shared memory
 
     def count(self, pattern):
         return len(re.findall(pattern, self.ptx))
@@ -36,18 +37,20 @@ class Code:
     @property
     def before_wait(self):
         """Accesses to global memory above the wait for the kernel before."""
-        return len(re.findall(r"(?:ld|st|atom)(?:\.volatile)?\.global", self.ptx.split(WAIT)[0]))
+        return len(re.findall(r"(?:ld|st|atom)(?:\.volatile)?\.global|cp\.async", self.ptx.split(WAIT)[0]))
 
 
 def sm_90(kernel, pointers, constants, options, aligned=(), unaligned=None):
     """`pointers`: argument -> "*bf16" and the like, all aligned to 16 bytes, as the numbers named in `aligned` are;
-    `unaligned`: pointers that are not. The other arguments that are not constants are int32, but scale and eps."""
+    `unaligned`: pointers that are not. The other arguments that are not constants are int32, or fp32 by their names."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
-    types = {n: "fp32" if n in ("scale", "eps", "routed_scale") else "i32" for n in names if n not in constants}
+    types = {
+        n: "fp32" if n in ("scale", "eps", "routed_scale", "limit") else "i32" for n in names if n not in constants
+    }
     types |= {n: kind for n, kind in {**pointers, **(unaligned or {})}.items() if n in names}
     places = {n: (names.index(n),) for n in names}
     source = ASTSource(
@@ -56,13 +59,15 @@ def sm_90(kernel, pointers, constants, options, aligned=(), unaligned=None):
         {places[n]: value for n, value in constants.items() if n in names},
         {places[n]: [["tt.divisibility", 16]] for n in (*pointers, *aligned) if n in names},
     )
-    asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    asm = made.asm
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(asm["cubin"])
         cubin.flush()
         dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
         usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    return Code(asm["ptx"], *(int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL")))
+    numbers = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL"))
+    return Code(asm["ptx"], *numbers, made.metadata.shared)
 
 
 def run(script):

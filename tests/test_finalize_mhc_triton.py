@@ -1,10 +1,6 @@
 """The CUDA kernel: its machine code, compiled here for sm_90 without a GPU, and on a GPU its launches."""
 
-import json
-import os
-import subprocess
-import sys
-
+import machine_code
 import pytest
 import torch
 from test_finalize_mhc import arguments
@@ -14,54 +10,36 @@ from moetail import guards, reference
 from moetail.testing import assert_same_bits
 
 COMPILE = """
-import json, re, subprocess, tempfile, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import json, re
+from machine_code import sm_90
 from moetail.ops import finalize_mhc_triton as fm
 from moetail.ops.finalize_triton import Facts
-results = {}
-kernel = fm._finalize_mhc_kernel
-names = kernel.arg_names
+kernel, results = fm._finalize_mhc_kernel, {}
+strides = [n for n in kernel.arg_names if n in ("rows_stride", "shared_stride", "out_stride")
+           or n.startswith(("residual_stride", "residual_out_stride"))]
+pointers = dict.fromkeys(("rows", "shared", "residual", "norm_weight", "out", "residual_out"), "*bf16")
+unaligned = dict(row_map="*i32") | dict.fromkeys(("weights", "post_mix", "res_mix", "pre_mix"), "*fp32")
+def elements(access, ptx):
+    return sum(len(re.findall(rf"{access}\\.global(?:\\.\\w+)*\\.v{n}\\.b32", ptx)) * n for n in (2, 4)) * 2
 for K, H, HC in ((6, 5120, 4), (8, 7168, 4), (8, 2048, 2)):
     for config in fm.every_config(H, 2):
         options = fm._options(Facts(K, H, "fma", 1, "none", True, False, True), HC, config)
-        constants = {n: options.pop(n) for n in list(options) if n.isupper()}
-        constants |= dict(gate=None, num_valid_rows=None)
-        vectors = dict.fromkeys(("rows", "shared", "residual", "norm_weight", "out", "residual_out"), "*bf16")
-        pointers = vectors | dict(row_map="*i32")
-        pointers |= dict.fromkeys(("weights", "post_mix", "res_mix", "pre_mix"), "*fp32")
-        types = pointers | {n: "i32" for n in names if n == "R" or "_stride" in n} | dict(scale="fp32", eps="fp32")
-        aligned = [*vectors, *(n for n in names if n in ("rows_stride", "shared_stride", "out_stride")
-                               or n.startswith("residual_stride") or n.startswith("residual_out_stride"))]
-        source = ASTSource(
-            kernel, {n: types.get(n, "constexpr") for n in names},
-            {(names.index(n),): v for n, v in constants.items()},
-            {(names.index(n),): [["tt.divisibility", 16]] for n in aligned})
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        ptx = compiled.asm["ptx"]
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-            cubin.write(compiled.asm["cubin"]); cubin.flush()
-            usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name],
-                                   capture_output=True, text=True, check=True).stdout
+        constants = {n: options.pop(n) for n in list(options) if n.isupper()} | dict(gate=None, num_valid_rows=None)
+        code = sm_90(kernel, pointers, constants, options, strides, unaligned)
         results[f"K={K} H={H} HC={HC} warps={config.warps}"] = dict(
-            registers=int(re.search(r"REG:(\\d+)", usage)[1]), stack=int(re.search(r"STACK:(\\d+)", usage)[1]),
-            local=int(re.search(r"LOCAL:(\\d+)", usage)[1]), threads=32 * config.warps, K=K, H=H, HC=HC,
-            elements=constants["BLOCK"] // (32 * config.warps),
-            loaded=sum(len(re.findall(rf"ld\\.global(?:\\.\\w+)*\\.v{n}\\.b32", ptx)) * n for n in (2, 4)) * 2,
-            stored=sum(len(re.findall(rf"st\\.global(?:\\.\\w+)*\\.v{n}\\.b32", ptx)) * n for n in (2, 4)) * 2,
-            fma=ptx.count("fma.rn.f32"), doubles=ptx.count(".f64"), loads_after_a_store=len(re.findall(
-                r"ld\\.global(?:\\.\\w+)*\\.v", ptx[ptx.index("st.global"):])),
-            before_the_wait=len(re.findall(r"(?:ld|st)\\.global", ptx[: ptx.index("griddepcontrol.wait")])))
+            registers=code.registers, stack=code.stack, local=code.local, threads=32 * config.warps, K=K, H=H, HC=HC,
+            elements=constants["BLOCK"] // (32 * config.warps), loaded=elements("ld", code.ptx),
+            stored=elements("st", code.ptx), fma=code.count("fma.rn.f32"), doubles=code.count(r"\\.f64"),
+            loads_after_a_store=len(re.findall(
+                r"ld\\.global(?:\\.\\w+)*\\.v", code.ptx[code.ptx.index("st.global"):])),
+            before_the_wait=code.before_wait)
 print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": "."}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return machine_code.run(COMPILE)
 
 
 def test_registers_do_not_spill(compiled):

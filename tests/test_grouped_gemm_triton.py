@@ -1,10 +1,6 @@
 """grouped_gemm's CUDA kernel: one order of addition whatever the config, its machine code for sm_90, its launches."""
 
-import json
-import os
-import subprocess
-import sys
-
+import machine_code
 import pytest
 import torch
 from test_grouped_gemm import oracle
@@ -18,39 +14,24 @@ from moetail.testing import assert_same_bits
 BF16 = torch.bfloat16
 
 COMPILE = """
-import json, re, subprocess, tempfile, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import json, re
+from machine_code import WAIT, sm_90
 from moetail.ops import grouped_gemm_triton as gt
 kernel, results = gt._grouped_gemm_kernel, {}
-names = kernel.arg_names
 def compile(name, config, facts, biased=False, unit="weight_stride_k"):
     constants = facts.options(config)
     launch = {k: constants.pop(k) for k in ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")}
     constants |= {unit: 1} | ({} if biased else {"bias": None})
-    types = {n: "i32" for n in ("x_stride", "weight_stride_e", "weight_stride_n", "weight_stride_k", "bias_stride",
-                                "row_blocks")}
-    types |= {n: "*bf16" for n in ("x", "weight", "bias", "out")} | {n: "*i32" for n in ("source", "block_expert")}
-    types = {n: t for n, t in (types | {"limit": "fp32"}).items() if n not in constants}
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in types
-               if n not in ("bias_stride", "row_blocks", "limit")}
-    source = ASTSource(kernel, {n: types.get(n, "constexpr") for n in names},
-                       {(names.index(k),): v for k, v in constants.items()}, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
-    asm = made.asm
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(asm["cubin"]); cubin.flush()
-        usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name],
-                               capture_output=True, text=True, check=True).stdout
-    ptx = asm["ptx"]
+    pointers = {n: "*bf16" for n in ("x", "weight", "bias", "out")} | {n: "*i32" for n in ("source", "block_expert")}
+    pointers = {n: kind for n, kind in pointers.items() if n not in constants}
+    strides = [n for n in ("x_stride", "weight_stride_e", "weight_stride_n", "weight_stride_k") if n not in constants]
+    code = sm_90(kernel, pointers, constants, launch, strides)
     results[name] = dict(
-        registers=int(re.search(r"REG:(\\d+)", usage)[1]), stack=int(re.search(r"STACK:(\\d+)", usage)[1]),
-        local=int(re.search(r"LOCAL:(\\d+)", usage)[1]), shared=made.metadata.shared, warps=config.warps,
-        wgmma=sorted(set(re.findall(r"wgmma\\.mma_async\\S*m64n\\d+k(\\d+)\\.f32\\.bf16", ptx))),
-        other_mma=ptx.count("mma.sync"), copies=len(re.findall(r"cp\\.async\\.c[ag]", ptx)),
-        narrow=len(re.findall(r"cp\\.async\\.ca[^;]*, 0x[48],", ptx)), stages=config.stages,
-        waits=ptx.count("griddepcontrol.wait"), triggers=ptx.count("griddepcontrol.launch_dependents"),
-        before_wait=len(re.findall(r"ld\\.global|st\\.global|cp\\.async", ptx.split("griddepcontrol.wait")[0])))
+        registers=code.registers, stack=code.stack, local=code.local, shared=code.shared, warps=config.warps,
+        wgmma=sorted(set(re.findall(r"wgmma\\.mma_async\\S*m64n\\d+k(\\d+)\\.f32\\.bf16", code.ptx))),
+        other_mma=code.count("mma.sync"), copies=code.count(r"cp\\.async\\.c[ag]"),
+        narrow=code.count(r"cp\\.async\\.ca[^;]*, 0x[48],"), stages=config.stages, waits=code.count(WAIT),
+        triggers=code.count("griddepcontrol.launch_dependents"), before_wait=code.before_wait)
 H = 5120
 for inner in (1152, 2304):
     first = gt.Facts(2 * inner, H, 6, True, True, True, True)
@@ -73,10 +54,7 @@ print(json.dumps(results))
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": "."}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return machine_code.run(COMPILE)
 
 
 def test_registers_do_not_spill(compiled):
