@@ -7,10 +7,38 @@ One program owns the whole row, as [BLOCK] with BLOCK >= H; `here` is False beyo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from moetail.ops.finalize_triton import _to
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """Warps of a program that owns a row. A config changes time, never bits."""
+
+    warps: int
+
+
+# (least T, the 16-bit elements of a row that a thread holds) in rising T: a kernel's own.
+ElementsAThread = tuple[tuple[int, int], ...]
+
+
+def heuristic(table: ElementsAThread, T: int, H: int, element_size: int) -> RowConfig:
+    """The config of a call, from static facts."""
+    return _fitted(next(elements for least, elements in reversed(table) if least <= T), H, element_size)
+
+
+def every_config(table: ElementsAThread, H: int, element_size: int) -> tuple[RowConfig, ...]:
+    """All that `heuristic` can answer for some T: what has to be compiled so that no later T compiles."""
+    return tuple(dict.fromkeys(_fitted(elements, H, element_size) for _, elements in table))
+
+
+def _fitted(elements: int, H: int, element_size: int) -> RowConfig:
+    warps = triton.next_power_of_2(H) * element_size // (2 * 32 * elements)
+    return RowConfig(min(max(warps, 1), 32))
 
 
 @triton.jit

@@ -17,35 +17,11 @@ import triton
 import triton.language as tl
 
 from moetail.numerics import Numerics
-from moetail.ops.epilogue_triton import _mhc
+from moetail.ops.epilogue_triton import RowConfig, _mhc, every_config, heuristic
 from moetail.ops.finalize_triton import Facts, _finalized, has_pdl
 
-
-@dataclass(frozen=True)
-class FinalizeMhcConfig:
-    """Warps of a program. A config changes time, never bits."""
-
-    warps: int
-
-
-# Least T, and the 16-bit elements of a row that a thread holds, as in finalize_norm_triton.py. Not yet timed.
-_ELEMENTS_A_THREAD = ((0, 8), (256, 16))
-
-
-def heuristic(T: int, H: int, element_size: int) -> FinalizeMhcConfig:
-    """The config of a call, from static facts."""
-    elements = next(elements for least, elements in reversed(_ELEMENTS_A_THREAD) if least <= T)
-    return _fitted(elements, H, element_size)
-
-
-def every_config(H: int, element_size: int) -> tuple[FinalizeMhcConfig, ...]:
-    """All that `heuristic` can answer for some T: what has to be compiled so that no later T compiles."""
-    return tuple(dict.fromkeys(_fitted(elements, H, element_size) for _, elements in _ELEMENTS_A_THREAD))
-
-
-def _fitted(elements: int, H: int, element_size: int) -> FinalizeMhcConfig:
-    warps = triton.next_power_of_2(H) * element_size // (2 * 32 * elements)
-    return FinalizeMhcConfig(min(max(warps, 1), 32))
+# As in finalize_norm_triton.py. Not yet timed.
+ELEMENTS_A_THREAD = ((0, 8), (256, 16))
 
 
 def launch(
@@ -65,7 +41,7 @@ def launch(
     eps: float,
     out: torch.Tensor,
     residual_out: torch.Tensor,
-    config: FinalizeMhcConfig | None = None,
+    config: RowConfig | None = None,
 ) -> None:
     """Write `out` and `residual_out`. The arguments are checked, `numerics` is concrete, T >= 1.
 
@@ -81,7 +57,7 @@ def launch(
                norm_weight, out, residual_out)  # fmt: skip
     hc = residual.shape[1]
     if config is None:
-        config = heuristic(T, H, rows.element_size())
+        config = heuristic(ELEMENTS_A_THREAD, T, H, rows.element_size())
         if rows.device.type == "cuda":
             _compile(rows.device, tuple(None if t is None else t.dtype for t in tensors), strides, facts, hc)
     weights_strides = (0, 0) if weights is None else weights.stride()
@@ -108,7 +84,7 @@ class _Strides:
     residual_out_stream: int
 
 
-def _options(facts: Facts, hc: int, config: FinalizeMhcConfig) -> dict[str, Any]:
+def _options(facts: Facts, hc: int, config: RowConfig) -> dict[str, Any]:
     return vars(facts) | {
         "BLOCK": triton.next_power_of_2(facts.H), "HC": hc, "num_warps": config.warps, "enable_fp_fusion": False,
         "launch_pdl": facts.PDL,
@@ -122,7 +98,7 @@ def _compile(
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     unspecialized = (2,) * 9  # R and eight strides
     with torch.cuda.device(device):
-        for config in every_config(facts.H, cast(torch.dtype, dtypes[0]).itemsize):
+        for config in every_config(ELEMENTS_A_THREAD, facts.H, cast(torch.dtype, dtypes[0]).itemsize):
             compiled = _finalize_mhc_kernel.warmup(
                 *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,), **_options(facts, hc, config)
             )  # fmt: skip

@@ -17,37 +17,13 @@ import triton
 import triton.language as tl
 
 from moetail.numerics import Numerics
-from moetail.ops.epilogue_triton import _residual_norm
+from moetail.ops.epilogue_triton import RowConfig, _residual_norm, every_config, heuristic
 from moetail.ops.finalize_triton import Facts, _finalized, has_pdl
-
-
-@dataclass(frozen=True)
-class FinalizeNormConfig:
-    """Warps of a program. A config changes time, never bits."""
-
-    warps: int
-
 
 # Least T, and the 16-bit elements of a row that a thread holds (8 are one 16-byte load). Few tokens need each program
 # to be fast; many need several on a multiprocessor: at H 5120 the registers of sm_90 hold one program of 32 warps (8
 # elements), two of 16, three of 8 (32 elements) and four of 4 (Triton 3.6). Not yet timed.
-_ELEMENTS_A_THREAD = ((0, 8), (256, 32))
-
-
-def heuristic(T: int, H: int, element_size: int) -> FinalizeNormConfig:
-    """The config of a call, from static facts."""
-    elements = next(elements for least, elements in reversed(_ELEMENTS_A_THREAD) if least <= T)
-    return _fitted(elements, H, element_size)
-
-
-def every_config(H: int, element_size: int) -> tuple[FinalizeNormConfig, ...]:
-    """All that `heuristic` can answer for some T: what has to be compiled so that no later T compiles."""
-    return tuple(dict.fromkeys(_fitted(elements, H, element_size) for _, elements in _ELEMENTS_A_THREAD))
-
-
-def _fitted(elements: int, H: int, element_size: int) -> FinalizeNormConfig:
-    warps = triton.next_power_of_2(H) * element_size // (2 * 32 * elements)
-    return FinalizeNormConfig(min(max(warps, 1), 32))
+ELEMENTS_A_THREAD = ((0, 8), (256, 32))
 
 
 def launch(
@@ -66,7 +42,7 @@ def launch(
     zero_centred: bool,
     out: torch.Tensor,
     residual_out: torch.Tensor,
-    config: FinalizeNormConfig | None = None,
+    config: RowConfig | None = None,
 ) -> None:
     """Write `out` and `residual_out`. The arguments are checked, `numerics` is concrete, T >= 1.
 
@@ -79,7 +55,7 @@ def launch(
     tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, residual, norm_weight, post_norm_weight,
                out, residual_out)  # fmt: skip
     if config is None:
-        config = heuristic(T, H, rows.element_size())
+        config = heuristic(ELEMENTS_A_THREAD, T, H, rows.element_size())
         if rows.device.type == "cuda":
             _compile(rows.device, tuple(None if t is None else t.dtype for t in tensors), strides, facts, zero_centred)
     weights_strides = (0, 0) if weights is None else weights.stride()
@@ -103,7 +79,7 @@ class _Strides:
     residual_out: int
 
 
-def _options(facts: Facts, zero_centred: bool, config: FinalizeNormConfig) -> dict[str, Any]:
+def _options(facts: Facts, zero_centred: bool, config: RowConfig) -> dict[str, Any]:
     return vars(facts) | {
         "BLOCK": triton.next_power_of_2(facts.H), "ZERO_CENTRED": zero_centred, "num_warps": config.warps,
         "enable_fp_fusion": False, "launch_pdl": facts.PDL,
@@ -117,7 +93,7 @@ def _compile(
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     unspecialized = (2,) * 6  # R and five strides
     with torch.cuda.device(device):
-        for config in every_config(facts.H, cast(torch.dtype, dtypes[0]).itemsize):
+        for config in every_config(ELEMENTS_A_THREAD, facts.H, cast(torch.dtype, dtypes[0]).itemsize):
             compiled = _finalize_norm_kernel.warmup(
                 *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,),
                 **_options(facts, zero_centred, config),
