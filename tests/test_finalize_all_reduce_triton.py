@@ -28,7 +28,8 @@ for W, H, K, epilogue in ((2, 5120, 6, "none"), (8, 7168, 8, "none"), (2, 5120, 
     block = m._BLOCK if epilogue == "none" else triton.next_power_of_2(H)
     constants = dict(K=K, H=H, PRODUCT="fma", GROUPS=1, SCALE="none", TWO_ROUNDINGS=True, POSITIVE_ZERO=False, PDL=True,
                      KIND=2, FINALIZE=True, EPILOGUE=epilogue, HC=4, ZERO_CENTRED=False, W=W, BLOCK=block,
-                     THREADS=32 * warps, gate=None, num_valid_rows=None, post_norm_weight=None)
+                     THREADS=32 * warps, gate=None, num_valid_rows=None, post_norm_weight=None, QUANT=None,
+                     values=None, scales=None)
     pointers = dict(rows="*bf16", row_map="*i32", weights="*fp32", shared="*bf16", out="*bf16", control="*i64",
                     residual="*bf16", norm_weight="*bf16", residual_out="*bf16")
     mixes = dict.fromkeys(("post_mix", "res_mix", "pre_mix"), "*fp32")  # may be parts of one tensor, at any alignment

@@ -21,7 +21,8 @@ for K, H, sandwich in ((6, 5120, False), (6, 5120, True), (8, 7168, False), (10,
                        (8, 16384, False)):
     for config in fn.every_config(fn.ELEMENTS_A_THREAD, H, 2):
         options = fn._options(Facts(K, H, "fma", 1, "none", True, False, True), False, config)
-        constants = {n: options.pop(n) for n in list(options) if n.isupper()} | dict(gate=None, num_valid_rows=None)
+        constants = {n: options.pop(n) for n in list(options) if n.isupper()} | dict(
+            gate=None, num_valid_rows=None, values=None, scales=None)
         pointers = dict(rows="*bf16", row_map="*i32", weights="*fp32", shared="*bf16", residual="*bf16",
                         norm_weight="*bf16", post_norm_weight="*bf16", out="*bf16", residual_out="*bf16")
         if not sandwich:
