@@ -51,8 +51,8 @@ class Quantized:
     """A quantized [T, H], as an op's `quant_out`.
 
     values  [T, H]          float8_e4m3fn; inner stride 1, row stride >= H
-    scales  [T, H / group]  the format's scale dtype; any strides that keep its elements apart (column-major for DeepGEMM
-                            and CUTLASS on Hopper)
+    scales  [T, H / group]  the format's scale dtype; any strides that keep its elements apart (column-major for
+                            DeepGEMM and CUTLASS on Hopper)
     """
 
     quant: Quant

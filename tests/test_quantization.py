@@ -73,6 +73,13 @@ def test_against_exact_arithmetic(quant):
         assert scales[t].tolist() == want_scales, t
 
 
+def test_the_power_of_two_at_its_edge():
+    """448 still has 1; the next fp32 has 2."""
+    h = torch.zeros(2, 32)
+    h[0, 3], h[1, 4] = 448.0, torch.nextafter(torch.tensor(448.0), torch.tensor(1e9))
+    assert reference.quantize(h, Quant.MXFP8)[1].tolist() == [[127], [128]]
+
+
 @by_name
 def test_it_is_about_the_input(quant):
     """Within half a step of e4m3's three bits: 1/16; twice that where the scale is rounded up and a subnormal lies."""

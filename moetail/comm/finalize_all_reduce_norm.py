@@ -50,8 +50,8 @@ def finalize_all_reduce_norm(
     """Finalize this rank's rows, add every rank's result and the residual, and norm: (h, residual'), [T, H] each.
 
     Shape: `moetail.finalize_norm`'s; the rows' dtype, device and H are the workspace's, and T <= its max_tokens. The
-    residual is the same on every rank. `out` may be `shared`, `residual_out` may be `residual`. After a fault the scales
-    of `quant_out` are NaN (0xFF in E8M0).
+    residual is the same on every rank. `out` may be `shared`, `residual_out` may be `residual`. After a fault the
+    scales of `quant_out` are NaN (0xFF in E8M0).
 
     Every rank must make the same calls with the same T, T == 0 included, which sends a header only. A workspace of one
     rank makes this `moetail.finalize_norm`. No gradients.
@@ -71,7 +71,8 @@ def finalize_all_reduce_norm(
         return local_norm.finalize_norm(
             rows, row_map, weights, shared, residual=residual, norm_weight=norm_weight, eps=eps,
             post_norm_weight=post_norm_weight, zero_centred=zero_centred, residual_out=residual_out, out=out,
-            quant_out=quant_out, shared_gate=shared_gate, routed_scale=routed_scale, num_valid_rows=num_valid_rows, numerics=numerics,
+            quant_out=quant_out, shared_gate=shared_gate, routed_scale=routed_scale, num_valid_rows=num_valid_rows,
+            numerics=numerics,
         )  # fmt: skip
     local.check_settings(numerics, routed_scale)
     refuse_gradients(rows, weights, shared, shared_gate, residual, norm_weight, post_norm_weight, residual_out, out)

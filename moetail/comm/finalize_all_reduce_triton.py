@@ -183,8 +183,8 @@ def _compile(
 
 # The mixes may be parts of one tensor, at any alignment: their pointers are not specialized either.
 @triton.jit(do_not_specialize=["T", "R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
-                               "gate_stride", "scale", "eps", "post_stride", "comb_stride", "pre_stride", "scales_stride_t",
-                               "scales_stride_g", "RANK"],
+                               "gate_stride", "scale", "eps", "post_stride", "comb_stride", "pre_stride",
+                               "scales_stride_t", "scales_stride_g", "RANK"],
             do_not_specialize_on_alignment=["post_mix", "res_mix", "pre_mix"])  # fmt: skip
 def _finalize_all_reduce_kernel(
     rows, row_map, weights, shared, gate, num_valid_rows, residual, post_mix, res_mix, pre_mix, norm_weight,

@@ -1,8 +1,8 @@
 """What follows the shared add, on one token's row in registers: for every kernel that ends a layer.
 
 One program owns the whole row, as [BLOCK] with BLOCK >= H; `here` is False beyond H. The definitions are
-`moetail.reference.rms_norm`, `_residual_norm`, `_mhc` and `quantize` there; that of rms_norm says why the sum is of integers, which
-`tl.max` and `tl.sum` may then add in any order, on any layout and number of warps.
+`moetail.reference.rms_norm`, `_residual_norm`, `_mhc` and `quantize` there; that of rms_norm says why the sum is of
+integers, which `tl.max` and `tl.sum` may then add in any order, on any layout and number of warps.
 """
 
 from __future__ import annotations

@@ -116,14 +116,15 @@ def _compile(
 
 # The mixes may be parts of one tensor, at any alignment: their pointers are not specialized either.
 @triton.jit(do_not_specialize=["R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
-                               "gate_stride", "post_stride", "comb_stride", "pre_stride", "scales_stride_t", "scales_stride_g",
-                               "scale", "eps"],
+                               "gate_stride", "post_stride", "comb_stride", "pre_stride", "scales_stride_t",
+                               "scales_stride_g", "scale", "eps"],
             do_not_specialize_on_alignment=["post_mix", "res_mix", "pre_mix"])  # fmt: skip
 def _finalize_mhc_kernel(
     rows, row_map, weights, shared, gate, num_valid_rows, residual, post_mix, res_mix, pre_mix, norm_weight, out,
-    residual_out, values, scales, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k, gate_stride, post_stride,
-    comb_stride, pre_stride, scales_stride_t, scales_stride_g, rows_stride, shared_stride, residual_stride_t,
-    residual_stride_s, out_stride, residual_out_stride_t, residual_out_stride_s, values_stride, scale, eps,
+    residual_out, values, scales, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k, gate_stride,
+    post_stride, comb_stride, pre_stride, scales_stride_t, scales_stride_g, rows_stride, shared_stride,
+    residual_stride_t, residual_stride_s, out_stride, residual_out_stride_t, residual_out_stride_s, values_stride,
+    scale, eps,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, HC: tl.constexpr, PRODUCT: tl.constexpr,
     GROUPS: tl.constexpr, SCALE: tl.constexpr, TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr,
     QUANT: tl.constexpr, PDL: tl.constexpr,
@@ -150,5 +151,6 @@ def _finalize_mhc_kernel(
     tl.store(out + t * out_stride + c, h, mask=here)
     if QUANT is not None:
         _quantize(
-            h, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, None, here, H, BLOCK, QUANT
+            h, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, None, here, H, BLOCK,
+            QUANT,
         )  # fmt: skip

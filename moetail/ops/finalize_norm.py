@@ -204,7 +204,8 @@ def check_weights(name: str, rows: torch.Tensor, eps: float, *weights: tuple[str
 
 
 def _check_no_overlap(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, residual,  # noqa: ANN001, ANN202
-                      norm_weight, eps, post_norm_weight, zero_centred, out, residual_out, _, values, scales):  # fmt: skip # noqa: ANN001
+                      norm_weight, eps, post_norm_weight, zero_centred, *outputs):  # fmt: skip # noqa: ANN001, ANN002
+    out, residual_out, _, values, scales = outputs
     inputs = (*local._inputs(rows, row_map, weights, shared_gate, num_valid_rows), ("norm_weight", norm_weight),
               ("post_norm_weight", post_norm_weight))  # fmt: skip
     local._check_no_overlap(out, shared, (*inputs, ("residual", residual), ("residual_out", residual_out)))

@@ -145,5 +145,6 @@ def _finalize_norm_kernel(
     tl.store(out + t * out_stride + c, h, mask=here)
     if QUANT is not None:
         _quantize(
-            h, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, None, here, H, BLOCK, QUANT
+            h, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, None, here, H, BLOCK,
+            QUANT,
         )  # fmt: skip

@@ -33,9 +33,7 @@ def schema_args(quant_out: Quantized | None) -> QuantArgs:
     return quant_out.quant.name, quant_out.values.view(torch.uint8), quant_out.scales
 
 
-def check(
-    h: torch.Tensor, T: int, quant: str | None, values: torch.Tensor | None, scales: torch.Tensor | None
-) -> None:
+def check(h: torch.Tensor, T: int, quant: str | None, values: torch.Tensor | None, scales: torch.Tensor | None) -> None:
     """What the outputs of T tokens as wide as `h` must be. Raises: ValueError."""
     if quant is None:
         return
