@@ -17,13 +17,20 @@ from moetail.ops.finalize_triton import _INTERPRET, _to
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Warps of a program that owns a row. A config changes time, never bits."""
+    """Warps of a program that owns a row, and the most registers of a thread (None: the compiler's choice). A config
+    changes time, never bits."""
 
     warps: int
+    registers: int | None = None
 
 
 # (least T, the 16-bit elements of a row that a thread holds) in rising T: a kernel's own.
 ElementsAThread = tuple[tuple[int, int], ...]
+
+# Elements of a thread where tokens are few, so that a program has a multiprocessor for itself. Left to choose, ptxas
+# spares registers for a second program and loads the K rows one after the other: at H 5120 and K 6, 37 registers and
+# eight batches of loads; told that it may use them all, 55 registers and two (Triton 3.6 and 3.9, sm_90; not yet timed).
+_ALONE = 8
 
 
 def heuristic(table: ElementsAThread, T: int, H: int, element_size: int) -> RowConfig:
@@ -38,7 +45,8 @@ def every_config(table: ElementsAThread, H: int, element_size: int) -> tuple[Row
 
 def _fitted(elements: int, H: int, element_size: int) -> RowConfig:
     warps = triton.next_power_of_2(H) * element_size // (2 * 32 * elements)
-    return RowConfig(min(max(warps, 1), 32))
+    warps = min(max(warps, 1), 32)
+    return RowConfig(warps, min(65536 // (32 * warps), 255) if elements == _ALONE else None)
 
 
 @triton.jit

@@ -94,7 +94,7 @@ class _Strides:
 def _options(facts: Facts, hc: int, config: RowConfig, quant: str | None = None) -> dict[str, Any]:
     return vars(facts) | {
         "BLOCK": triton.next_power_of_2(facts.H), "HC": hc, "QUANT": quant, "num_warps": config.warps,
-        "enable_fp_fusion": False, "launch_pdl": facts.PDL,
+        "maxnreg": config.registers, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
     }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class _Strides:
 def _options(facts: Facts, zero_centred: bool, config: RowConfig, quant: str | None = None) -> dict[str, Any]:
     return vars(facts) | {
         "BLOCK": triton.next_power_of_2(facts.H), "ZERO_CENTRED": zero_centred, "QUANT": quant,
-        "num_warps": config.warps, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
+        "num_warps": config.warps, "maxnreg": config.registers, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
     }  # fmt: skip
 
 
