@@ -37,7 +37,7 @@ class Code:
 
     @property
     def load_batches(self):
-        """How often, before the program's first reduction, 16-byte loads follow arithmetic: each may wait for memory."""
+        """How often, before the first reduction, 16-byte loads follow arithmetic: each may wait for memory."""
         kinds = re.findall(r"\s(LDG\.E\.\S*128|FFMA|REDUX)\S*\s", self.sass.split("REDUX")[0])
         order = "".join("L" if kind.startswith("LDG") else "F" for kind in kinds)
         return len(re.findall("L+", order))

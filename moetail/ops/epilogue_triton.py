@@ -29,7 +29,7 @@ ElementsAThread = tuple[tuple[int, int], ...]
 
 # Elements of a thread where tokens are few, so that a program has a multiprocessor for itself. Left to choose, ptxas
 # spares registers for a second program and loads the K rows one after the other: at H 5120 and K 6, 37 registers and
-# eight batches of loads; told that it may use them all, 55 registers and two (Triton 3.6 and 3.9, sm_90; not yet timed).
+# eight batches of loads; told that it may use them all, 55 registers and two (sm_90, Triton 3.6 and 3.9). Not timed.
 _ALONE = 8
 
 
@@ -45,7 +45,9 @@ def every_config(table: ElementsAThread, H: int, element_size: int) -> tuple[Row
 
 def _fitted(elements: int, H: int, element_size: int) -> RowConfig:
     warps = triton.next_power_of_2(H) * element_size // (2 * 32 * elements)
-    warps = min(max(warps, 1), 32)
+    if warps > 32:
+        return RowConfig(32)
+    warps = max(warps, 1)
     return RowConfig(warps, min(65536 // (32 * warps), 255) if elements == _ALONE else None)
 
 
