@@ -87,13 +87,15 @@ def kernels_table(rows: list[dict[str, Any]]) -> Table:
     """One line a shape: ours, and how many times longer each baseline takes than ours of the same numerics."""
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     table = Table(title=f"{rows[0]['op']}, us a call; baselines as a multiple of ours", title_justify="left")
-    for column in ("T", "K", "H", "mode", "L2", "us", "p90", "TB/s", "of copy", "A/A", *baselines):
+    parts = any(row.get("over_part_us") is not None for row in rows)
+    over = ("over its first part, us",) if parts else ()
+    for column in ("T", "K", "H", "mode", "L2", "us", *over, "p90", "TB/s", "of copy", "A/A", *baselines):
         table.add_column(column, justify="left" if column in ("mode", "L2") else "right")
     for row in rows:
         us = row["arms"]["moetail TRTLLM"]
         table.add_row(
             *(str(row[name]) for name in ("T", "K", "H", "mode", "l2")),
-            f"{row['us']:.2f}", f"{us['p90_us']:.2f}",
+            f"{row['us']:.2f}", *((f"{row['over_part_us']:+.2f}",) if parts else ()), f"{us['p90_us']:.2f}",
             "-" if row["tb_per_s"] is None else f"{row['tb_per_s']:.2f}",
             "-" if row["share_of_copy"] is None else f"{row['share_of_copy']:.0%}", f"{row['aa']['b_over_a']:.3f}",
             *(_multiple(row, name) for name in baselines),

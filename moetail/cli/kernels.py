@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @bench.command()
 def kernels(
-    op: Annotated[str, typer.Option(help="finalize, finalize_norm or finalize_all_reduce")] = "finalize",
+    op: Annotated[
+        str, typer.Option(help="finalize, finalize_norm, finalize_norm_fp8, finalize_mhc or finalize_all_reduce")
+    ] = "finalize",
     shape: Annotated[list[str] | None, typer.Option(help="T,K,H; may be given more than once")] = None,
     mode: Annotated[str, typer.Option(help="chained, producer, or both: chained,producer")] = "chained",
     l2: Annotated[str, typer.Option(help="the L2 cache: cold, warm or a number of input sets; a list")] = "cold",
