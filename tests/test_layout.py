@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "contract": {"numerics"},
     "tuning": set(),
     "routing": set(),
+    "coverage": {"models", "ops", "plan", "tuning"},
     "plan": set(),
     "models": {"comm", "contract", "models", "ops", "plan", "routing"},
     "reference": {"numerics", "routing"},
@@ -29,9 +30,10 @@ MAY_IMPORT = {
     "testing": {"numerics"},
     "ops": {"numerics", "reference", "routing", "ops", "tuning"},
     "comm": {"numerics", "reference", "ops", "tuning", "comm"},
-    "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
-    "bench": {"comm", "numerics", "ops", "guards", "models", "testing", "tuning", "reference", "bench", "integrations"},
-    "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
+    "integrations": {"contract", "experts", "numerics", "ops", "reference", "integrations", "models", "plan"},
+    "bench": {"bench", "comm", "contract", "coverage", "experts", "guards", "integrations", "models", "numerics"}
+    | {"ops", "reference", "routing", "testing", "tuning"},
+    "cli": {"bench", "cli", "conformance", "coverage", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
     | {"integrations"},
 }

@@ -111,3 +111,6 @@ def _mhc(
         new_at += new_stride
     collapsed = _to(collapsed, dtype).to(tl.float32)
     return _to(_rms_norm(collapsed, weight, here, eps, H, False), dtype)
+
+
+EPILOGUES = (_residual_norm, _rms_norm, _mhc)  # for the hash of every kernel that ends a layer

@@ -12,25 +12,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from moetail import tuning
 from moetail.ops.finalize_triton import has_pdl
 
 CHUNK = 128  # slots, one a thread: all pairs are 128 comparisons a thread
-ONE_LAUNCH = 4  # chunks that one program takes alone
-MAX_PROGRAMS = 128  # each adds up the counts of all: E=384 reads 192 KiB from the L2 cache
 
 
-def programs(slots: int) -> tuple[int, int]:
+@dataclass(frozen=True)
+class PermuteConfig:
+    """How many chunks one program takes alone, and how many programs there are at most (each adds up the counts of all:
+    128 at E=384 read 192 KiB from the L2 cache). It changes time, never the order."""
+
+    one_launch: int
+    programs: int
+
+
+HEURISTIC = PermuteConfig(4, 128)
+CANDIDATES = (HEURISTIC, *(PermuteConfig(a, p) for a in (1, 2, 8, 16) for p in (128,)), PermuteConfig(4, 64),
+              PermuteConfig(4, 256))  # fmt: skip
+
+
+def programs(slots: int, config: PermuteConfig = HEURISTIC) -> tuple[int, int]:
     """How many programs, and how many chunks each."""
     chunks = triton.cdiv(slots, CHUNK)
-    if chunks <= ONE_LAUNCH:
+    if chunks <= config.one_launch:
         return 1, chunks
-    each = triton.cdiv(chunks, MAX_PROGRAMS)
+    each = triton.cdiv(chunks, config.programs)
     return triton.cdiv(chunks, each), each
 
 
@@ -45,13 +59,17 @@ def launch(
     counts: torch.Tensor,
     offsets: torch.Tensor,
     num_rows: torch.Tensor,
+    config: PermuteConfig | None = None,
 ) -> None:
     """Write the outputs, all contiguous. The arguments are checked, T >= 1.
 
     The first call of a kind compiles and loads every kernel that another T could ask for.
     """
     (T, K), device = topk_ids.shape, topk_ids.device
-    count, each = programs(T * K)
+    if config is None:
+        shape = tuned_shape(num_experts, K, block)
+        config = tuning.tuned(PermuteConfig, device, shape, kernel_hash(), T) or HEURISTIC
+    count, each = programs(T * K, config)
     facts = options(num_experts, K, block, has_pdl(device))
     map_dtype = None if expert_map is None else expert_map.dtype
     if device.type == "cuda":
@@ -67,6 +85,15 @@ def launch(
             *ids, histogram, row_map, source, block_expert, counts, offsets, num_rows, source.numel(), count,
             ALONE=count == 1, **facts,
         )  # fmt: skip
+
+
+def tuned_shape(num_experts: int, K: int, block: int) -> tuning.Shape:
+    return tuning.Shape("permute", (("E", num_experts), ("K", K), ("block", block)), "int32")
+
+
+@functools.cache
+def kernel_hash() -> str:
+    return tuning.source_hash(_count_kernel, _place_kernel, _count, _experts, programs)
 
 
 def options(num_experts: int, K: int, block: int, pdl: bool) -> dict[str, Any]:
