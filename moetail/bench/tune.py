@@ -55,7 +55,7 @@ def jobs(launches: Iterable[Launch]) -> list[Job]:
         at = [T for T in TOKENS if one.min_T <= T <= one.max_T] or [one.min_T]
         starts = [one.min_T, *at[1:], one.max_T + 1]
         if one.tunable:
-            found += [Job(one.shape, T, a, b - 1) for T, a, b in zip(at, starts, starts[1:], strict=True)]
+            found += [Job(one.shape, T, a, b - 1) for T, a, b in zip(at, starts[:-1], starts[1:], strict=True)]
 
     def order(job: Job) -> tuple[int, ...]:
         gemm, early = job.shape.op == "grouped_gemm", job.T in FIRST

@@ -56,6 +56,7 @@ from transformers.integrations.moe import (  # noqa: E402
 )
 
 TAIL = TailSpec(Numerics.TRANSFORMERS)
+_LIMIT = "_moetail_limit"  # of an experts module: `_swiglu_limit`
 _SHARED_EXPERTS = (
     "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert",
     "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
@@ -127,6 +128,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     stock = model.__dict__.pop("_moetail_stock", "grouped_mm")
     if set(EXPERTS.values()) & set(model.get_experts_implementation().values()):
         model.set_experts_implementation(stock)
+    for module in model.modules():
+        module.__dict__.pop(_LIMIT, None)
     return model
 
 
@@ -250,9 +253,9 @@ def _swiglu_limit(experts: Any) -> float | None:
 
     Asked of the module's own code, once: what it makes of a few numbers is compared with ours.
     """
-    if "_moetail_limit" not in experts.__dict__:
-        experts.__dict__["_moetail_limit"] = _probed_limit(experts)
-    return experts.__dict__["_moetail_limit"]
+    if _LIMIT not in experts.__dict__:
+        experts.__dict__[_LIMIT] = _probed_limit(experts)
+    return experts.__dict__[_LIMIT]
 
 
 def _probed_limit(experts: Any) -> float | None:
