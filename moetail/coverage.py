@@ -24,12 +24,14 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Launch:
-    """An op's shape, in calls of min_T to max_T tokens, both included. Not `tunable`: the op has one config."""
+    """An op's shape, in calls of min_T to max_T tokens, both included. Not `tunable`: the op has one config. `later`:
+    a drafter's, which matters less."""
 
     shape: Shape
     min_T: int
     max_T: int
     tunable: bool = True
+    later: bool = False
 
 
 def launches(facts: ModelFacts, tp: int, max_tokens: int) -> tuple[Launch, ...]:
@@ -52,14 +54,15 @@ def _experts(kind: ExpertsFacts, inner: int, max_tokens: int) -> Iterable[Launch
     from moetail.ops import grouped_gemm_triton, permute_triton, route_triton
 
     if kind.router is not None:
-        yield Launch(route_triton.tuned_shape(kind.E, kind.router, torch.float32), 1, max_tokens)
+        shape = route_triton.tuned_shape(kind.E, kind.router, torch.float32)
+        yield Launch(shape, 1, max_tokens, later=kind.is_drafter)
     for block, first, last in block_ranges(kind.K, kind.E, max_tokens):
-        yield Launch(permute_triton.tuned_shape(kind.E, kind.K, block), first, last)
+        yield Launch(permute_triton.tuned_shape(kind.E, kind.K, block), first, last, later=kind.is_drafter)
         for N, Kd, is_first in ((2 * inner, kind.H, True), (kind.H, inner, False)):
-            yield Launch(
-                grouped_gemm_triton.tuned_shape(kind.E, kind.K, N, Kd, block, is_first, is_first, kind.transposed),
-                first, last,
+            shape = grouped_gemm_triton.tuned_shape(
+                kind.E, kind.K, N, Kd, block, is_first, is_first, kind.transposed
             )  # fmt: skip
+            yield Launch(shape, first, last, later=kind.is_drafter)
 
 
 def _tails(kind: ExpertsFacts, plan: Plan, tp: int) -> Iterable[Launch]:
@@ -72,7 +75,7 @@ def _tails(kind: ExpertsFacts, plan: Plan, tp: int) -> Iterable[Launch]:
         for part in ranges:
             first, last = max(part.min_T, 1), part.max_T
             if part.place is Place.EXPERTS or (part.place is Place.MOE_LAYER and tp == 1):
-                yield Launch(shape, first, last)
+                yield Launch(shape, first, last, later=kind.is_drafter)
             else:
                 op = "finalize_all_reduce" if part.place is Place.MOE_LAYER else "finalize_all_reduce_mhc"
                 yield Launch(Shape(op, shape.dims), first, last, tunable=False)

@@ -37,6 +37,7 @@ class Job:
     T: int
     min_T: int
     max_T: int
+    later: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,20 @@ class Found:
 
 
 def jobs(launches: Iterable[Launch]) -> list[Job]:
-    """What to measure, the most important first: the grouped GEMMs at FIRST, other ops there, then all that is left."""
+    """What to measure, the most important first: the grouped GEMMs at FIRST, other ops there, all that is left; then the
+    same of a drafter."""
     found: list[Job] = []
     for one in dict.fromkeys(launches):
         at = [T for T in TOKENS if one.min_T <= T <= one.max_T] or [one.min_T]
         starts = [one.min_T, *at[1:], one.max_T + 1]
         if one.tunable:
-            found += [Job(one.shape, T, a, b - 1) for T, a, b in zip(at, starts[:-1], starts[1:], strict=True)]
+            found += [
+                Job(one.shape, T, a, b - 1, one.later) for T, a, b in zip(at, starts[:-1], starts[1:], strict=True)
+            ]
 
     def order(job: Job) -> tuple[int, ...]:
         gemm, early = job.shape.op == "grouped_gemm", job.T in FIRST
-        return (not early, not gemm, FIRST.index(job.T) if early else job.T)
+        return (job.later, not early, not gemm, FIRST.index(job.T) if early else job.T)
 
     return sorted(found, key=order)
 
@@ -79,6 +83,7 @@ def tune(
     """
     gpu, triton = torch.cuda.get_device_name(device), tuning.triton_version()
     keys = {job.shape: key_of(job.shape, gpu, triton) for job in wanted}
+    machine = record.machine()
     found = _kept(path, wanted, keys) if resume else {}
     left = [job for job in wanted if job not in found]
     on_job(len(found), f"{len(found)} are kept from {path}" if found else "")
@@ -86,7 +91,7 @@ def tune(
         job = left[0]
         found[job] = best(job, device)
         left.pop(0)
-        record.write(path, content(found, left, keys))
+        record.write(path, content(found, left, keys, machine))
         on_job(len(found), f"{job.shape} T={job.T}: {found[job].note}")
     return left
 
@@ -144,7 +149,9 @@ def _equal(got: torch.Tensor, want: torch.Tensor) -> bool:
     return bool(torch.equal(got.view(bits), want.view(bits)))
 
 
-def content(found: dict[Job, Found], left: Sequence[Job], keys: dict[Shape, Key]) -> dict[str, Any]:
+def content(
+    found: dict[Job, Found], left: Sequence[Job], keys: dict[Shape, Key], machine: dict[str, Any]
+) -> dict[str, Any]:
     """The file: an entry a shape, and what is missing. A job without a config leaves its tokens to the heuristic."""
     entries = []
     for shape, key in keys.items():
@@ -157,7 +164,7 @@ def content(found: dict[Job, Found], left: Sequence[Job], keys: dict[Shape, Key]
             entries.append(tuning.entry(key, buckets))
     missing = [{"op": job.shape.op, "dims": dict(job.shape.dims), "T": job.T} for job in left]
     return {
-        "schema": tuning.SCHEMA, "machine": record.machine(), "complete": not left, "missing": missing,
+        "schema": tuning.SCHEMA, "machine": machine, "complete": not left, "missing": missing,
         "entries": entries,
     }  # fmt: skip
 

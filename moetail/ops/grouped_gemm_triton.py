@@ -156,6 +156,7 @@ class Facts:
         }  # fmt: skip
 
 
+@functools.cache
 def tuned_shape(
     E: int, K: int, N: int, Kd: int, block: int, gather: bool, swiglu: bool, transposed: bool = False
 ) -> tuning.Shape:

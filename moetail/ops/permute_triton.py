@@ -21,6 +21,7 @@ import triton.language as tl
 
 from moetail import tuning
 from moetail.ops.finalize_triton import has_pdl
+from moetail.ops.grouped_gemm import BLOCKS
 
 CHUNK = 128  # slots, one a thread: all pairs are 128 comparisons a thread
 
@@ -73,7 +74,8 @@ def launch(
     facts = options(num_experts, K, block, has_pdl(device))
     map_dtype = None if expert_map is None else expert_map.dtype
     if device.type == "cuda":
-        _compile(device, topk_ids.dtype, map_dtype, num_experts, K, block)
+        blocks = BLOCKS if block in BLOCKS else (block,)  # one T's block is another's at another T
+        _compile(device, topk_ids.dtype, map_dtype, num_experts, K, blocks)
     mapped = 0 if expert_map is None else expert_map.numel()
     ids = (topk_ids, *topk_ids.stride(), expert_map, mapped, T * K, each)
     # Triton launches on the current device's stream, whatever device the tensors are on.
@@ -87,6 +89,7 @@ def launch(
         )  # fmt: skip
 
 
+@functools.cache
 def tuned_shape(num_experts: int, K: int, block: int) -> tuning.Shape:
     return tuning.Shape("permute", (("E", num_experts), ("K", K), ("block", block)), "int32")
 
@@ -106,19 +109,21 @@ def options(num_experts: int, K: int, block: int, pdl: bool) -> dict[str, Any]:
 
 @functools.cache
 def _compile(
-    device: torch.device, ids_dtype: torch.dtype, map_dtype: torch.dtype | None, num_experts: int, K: int, block: int
-) -> None:
+    device: torch.device, ids_dtype: torch.dtype, map_dtype: torch.dtype | None, num_experts: int, K: int,
+    blocks: tuple[int, ...],
+) -> None:  # fmt: skip
     """Compile and load all kernels for tensors of these dtypes (their memory aligned to 16 bytes)."""
-    facts = options(num_experts, K, block, has_pdl(device))
     ids = (ids_dtype, 2, 2, map_dtype, 2, 2, 2)
     i32 = torch.int32
+    every = [options(num_experts, K, block, has_pdl(device)) for block in blocks]
     with torch.cuda.device(device):
         kernels = [
             _place_kernel.warmup(*ids, i32, i32, i32, i32, i32, i32, i32, 2, 2, grid=(1,), ALONE=alone, **facts)
             for alone in (True, False)
+            for facts in every
         ]
         kernels.append(
-            _count_kernel.warmup(*ids, i32, grid=(1,), **{k: v for k, v in facts.items() if k != "BLOCK"})
+            _count_kernel.warmup(*ids, i32, grid=(1,), **{k: v for k, v in every[0].items() if k != "BLOCK"})
         )  # fmt: skip
         for kernel in kernels:
             kernel[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured

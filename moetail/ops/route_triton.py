@@ -70,6 +70,7 @@ def launch(
         )  # fmt: skip
 
 
+@functools.cache
 def tuned_shape(E: int, router: Router, dtype: torch.dtype) -> tuning.Shape:
     limited = router.top_groups < router.num_groups
     groups = (("groups", router.num_groups), ("top_groups", router.top_groups)) if limited else ()
