@@ -50,8 +50,8 @@ class Found:
 
 
 def jobs(launches: Iterable[Launch]) -> list[Job]:
-    """What to measure, the most important first: the grouped GEMMs at FIRST, other ops there, all that is left; then the
-    same of a drafter."""
+    """What to measure, the most important first: the grouped GEMMs at FIRST, other ops there, then all that is left; a
+    drafter's behind it all."""
     found: list[Job] = []
     for one in dict.fromkeys(launches):
         at = [T for T in TOKENS if one.min_T <= T <= one.max_T] or [one.min_T]
