@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import moetail
-from moetail import cli, coverage, tuning
+from moetail import cli, coverage, plan, tuning
 from moetail.models import ExpertsFacts, ModelFacts, deepseek_v41_facts
 from moetail.ops import finalize_triton, grouped_gemm_triton, permute_triton, route_triton
 from moetail.ops import grouped_gemm as gemm_op
@@ -93,6 +93,10 @@ def test_every_tuned_op_has_a_hash_of_its_own():
     )
     hashes = {one.shape.op: coverage.key_of(one.shape, GPU, TRITON).source for one in launches}
     assert len(set(hashes.values())) == len(hashes) == 6
+
+
+def test_the_plan_knows_every_word():
+    assert plan.COVERAGE == tuning.HOW
 
 
 def test_ranks_split_the_experts():
