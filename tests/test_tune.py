@@ -95,6 +95,8 @@ def test_the_grouped_gemms_at_few_and_many_tokens_come_first():
         (8, 384, 2304), (8, 384, 5120), (1, 384, 2304), (1, 384, 5120), (16, 384, 2304)
     ]  # fmt: skip
     assert list(dict.fromkeys(job.T for job in early)) == list(tune.FIRST)
+    others = [job for job in jobs[len(main) :] if job.T in tune.FIRST and not job.later]
+    assert jobs[len(main) : len(main) + len(others)] == others  # route and permute there, before any other T
     for launch in launches:  # together the intervals are the launch's, without a gap
         mine = sorted((job.min_T, job.max_T, job.T) for job in jobs if job.shape == launch.shape)
         if launch.tunable:
@@ -212,6 +214,34 @@ def test_bad_input(args, says, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(cli.app, ["tune", *args, "--out", str(tmp_path / "c.json")])
     assert result.exit_code == cli.USAGE and says in " ".join(result.output.split())
+
+
+SMALL = {"finalize": (3, 160), "finalize_norm": (3, 160), "finalize_mhc": (3, 160, 2), "permute": (4, 2),
+         "grouped_gemm": (4, 2, 64, 32)}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [*SMALL, "route"])
+def test_every_op_has_a_bench_whose_configs_have_the_same_bits(op, monkeypatch):
+    """In the interpreter: real inputs, real launches, every candidate."""
+
+    def arm(name, program):
+        program()
+        return timing.Arm(name, lambda: 1.0)
+
+    monkeypatch.setattr(timing, "cuda_graph_arm", arm)
+    monkeypatch.setattr(tune_ops.edges, "produce", lambda source, rows: rows.copy_(source))
+    monkeypatch.setattr(tune_ops.edges, "consume", lambda y, residual, out: torch.add(y, residual, out=out))
+    monkeypatch.setattr(tune_ops, "_SETS_BYTES", 1)
+    if op == "route":
+        launches = [one for one in coverage.launches(deepseek_v41_facts.facts(), 2, 3) if one.shape.op == "route"][:1]
+    else:
+        launches = coverage.launches_of(op, SMALL[op], 20)
+    assert {one.shape.op for one in launches} == {op}
+    for launch in launches:
+        found = tune.best(tune.jobs([launch])[0], CPU, rounds=4)
+        assert found.note.startswith("the heuristic") and found.measured["left_out"] == []
+        made = tune_ops.MAKERS[op](launch.shape, launch.min_T, CPU)
+        assert type(made.heuristic)(**found.config) == made.heuristic
 
 
 GPU_SHAPES = [
