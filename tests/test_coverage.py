@@ -99,6 +99,16 @@ def test_the_plan_knows_every_word():
     assert plan.COVERAGE == tuning.HOW
 
 
+def test_the_packaged_files_are_of_these_kernels():
+    """After an edit of a kernel its entries are dead weight: tune it again, or take them out."""
+    for path in tuning.PACKAGED.glob("*.json"):
+        for entry in tuning.read(path):
+            shape = tuning.shape_of(entry)
+            assert entry["source"] == coverage.key_of(shape, entry["gpu"], entry["triton"]).source, (
+                f"{path.name}: {shape}"
+            )
+
+
 def test_ranks_split_the_experts():
     gemms = {
         (one.shape["N"], one.shape["Kd"]) for one in coverage.launches(FLASH, 2, 64) if one.shape.op == "grouped_gemm"
