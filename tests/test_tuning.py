@@ -128,6 +128,48 @@ def test_a_kernel_edit_changes_the_hash():
     assert tuning.source_hash(before) != first
 
 
+def test_a_launch_gets_the_tuned_config_and_compiles_it(folder, monkeypatch):
+    """From the file's JSON to each op's config class, for a CUDA device that need not be there."""
+    from moetail import coverage
+    from moetail.ops import (
+        epilogue_triton,
+        finalize_mhc_triton,
+        finalize_norm_triton,
+        finalize_triton,
+        grouped_gemm_triton,
+        permute_triton,
+        route_triton,
+    )
+    from moetail.routing import Router
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: KEY.gpu)
+    gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
+    row, gemm = epilogue_triton.RowConfig(2), grouped_gemm_triton.CANDIDATES[5]
+    wanted = [
+        (finalize_triton, (3, 777, bf16), finalize_triton.FinalizeConfig(64, 2, True)),
+        (finalize_norm_triton, (3, 777, bf16), row),
+        (finalize_mhc_triton, (3, 777, bf16, 4), row),
+        (grouped_gemm_triton, (4, 2, 64, 64, 16, True, True), gemm),
+        (permute_triton, (4, 2, 16), permute_triton.PermuteConfig(2, 32)),
+        (route_triton, (4, Router(2, "sigmoid"), bf16), route_triton.RouteConfig(4)),
+    ]
+    entries = []
+    for module, facts, config in wanted:
+        key = coverage.key_of(module.tuned_shape(*facts), KEY.gpu, tuning.triton_version())
+        entries.append(tuning.entry(key, [(Bucket(5, 9, 5, tuple(tuning.as_dict(config).items())), {})]))
+    (folder / "gpu.json").write_text(json.dumps({"schema": tuning.SCHEMA, "entries": entries}))
+    tuning.forget()
+    for module, facts, config in wanted:
+        shape = module.tuned_shape(*facts)
+        assert tuning.tuned(type(config), gpu, shape, module.kernel_hash(), 9) == config
+        assert tuning.tuned(type(config), gpu, shape, module.kernel_hash(), 10) is None
+        assert tuning.tuned(type(config), torch.device("cpu"), shape, module.kernel_hash(), 9) is None
+        assert tuning.every_tuned(type(config), gpu, shape, module.kernel_hash()) == (config,)
+        if hasattr(module, "config_for"):
+            assert module.config_for(gpu, 9, *facts) == config != module.config_for(gpu, 10, *facts)
+            assert config in module.every_config(gpu, *facts)
+
+
 def test_the_heuristic_answers_everywhere():
     from moetail.ops import finalize_triton
 

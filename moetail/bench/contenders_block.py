@@ -258,14 +258,18 @@ def _torch_sort(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...]:
 
 
 def _with_vllm(arms: Arms, name: str, make: Callable[[], list[Callable[[], Any]]]) -> list[str]:
-    """Add vLLM's arm where its library is there; else the name, for the record."""
+    """Add vLLM's arm where its library is there and takes these sizes; else the name and why, for the record."""
+    if not torch.cuda.is_available():
+        return [name]
     try:
-        if not torch.cuda.is_available():
-            return [name]
         load_vllm_ops()
-        arms[name] = make()
+        programs = make()
+        programs[0]()
     except (ModuleNotFoundError, AttributeError):  # no vLLM, or one without that op
         return [name]
+    except RuntimeError as error:  # what it checks of its arguments
+        return [f"{name} ({str(error).splitlines()[0]})"]
+    arms[name] = programs
     return []
 
 
