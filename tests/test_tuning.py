@@ -144,7 +144,7 @@ def test_a_launch_gets_the_tuned_config_and_compiles_it(folder, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: KEY.gpu)
     gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
-    row, gemm = epilogue_triton.RowConfig(2), grouped_gemm_triton.CANDIDATES[5]
+    row, gemm = epilogue_triton.RowConfig(32), grouped_gemm_triton.CANDIDATES[5]
     wanted = [
         (finalize_triton, (3, 777, bf16), finalize_triton.FinalizeConfig(64, 2, True)),
         (finalize_norm_triton, (3, 777, bf16), row),
