@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "contract": {"numerics"},
     "tuning": set(),
     "routing": set(),
+    "coverage": {"models", "ops", "plan", "tuning"},
     "plan": set(),
     "models": {"comm", "contract", "models", "ops", "plan", "routing"},
     "reference": {"numerics", "quantization", "routing"},
@@ -30,10 +31,10 @@ MAY_IMPORT = {
     "testing": {"numerics"},
     "ops": {"numerics", "quantization", "reference", "routing", "ops", "tuning"},
     "comm": {"numerics", "quantization", "reference", "ops", "tuning", "comm"},
-    "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
-    "bench": {"comm", "numerics", "ops", "guards", "models", "testing", "tuning", "reference", "bench", "integrations"}
-    | {"quantization"},
-    "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
+    "integrations": {"contract", "experts", "numerics", "ops", "reference", "integrations", "models", "plan"},
+    "bench": {"bench", "comm", "contract", "coverage", "experts", "guards", "integrations", "models", "numerics"}
+    | {"ops", "quantization", "reference", "routing", "testing", "tuning"},
+    "cli": {"bench", "cli", "conformance", "coverage", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
     | {"integrations", "quantization"},
 }

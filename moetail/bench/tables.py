@@ -103,11 +103,31 @@ def kernels_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def block_table(rows: list[dict[str, Any]]) -> Table:
+    """One line a case: ours, its share of the floor, and how many times longer each baseline takes."""
+    baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    first = rows[0]
+    title = (
+        f"{first['op']}, us a call; the floor: bytes at the copy's {first['copy_tb_per_s']:.2f} TB/s or FLOPs at the "
+        f"matmul's {first['matmul_tflop_per_s']:.0f} TFLOP/s; baselines as a multiple of ours"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("case", "us", "p90", "TB/s", "of copy", "TFLOP/s", "of floor", "bound", "A/A", *baselines):
+        table.add_column(column, justify="left" if column in ("case", "bound") else "right")
+    for row in rows:
+        table.add_row(
+            row["case"], f"{row['us']:.2f}", f"{row['arms']['moetail']['p90_us']:.2f}", f"{row['tb_per_s']:.2f}",
+            f"{row['share_of_copy']:.0%}", f"{row['tflop_per_s']:.0f}", f"{row['share_of_floor']:.0%}", row["bound_by"],
+            f"{row['aa']['b_over_a']:.3f}", *(_multiple(row, name) for name in baselines),
+        )  # fmt: skip
+    return table
+
+
 def _multiple(row: dict[str, Any], name: str) -> str:
     ratio = row["ratios"].get(name)
     if ratio is None:
         return "-"
-    same = "" if row["arms"][name]["bits"] != "differs" else " !"
+    same = "" if row["arms"][name].get("bits") != "differs" else " !"
     return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]{same}"
 
 

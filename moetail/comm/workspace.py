@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moetail import tuning
+
 MAX_WORLD_SIZE = 8
 PHASES = 2
 SENTINEL = -1  # as int16; 0xFFFF is a NaN of bf16 and of fp16 that no rank sends
@@ -172,8 +174,9 @@ class Workspace:
         facts = Facts(max_tokens, hidden, dtype, timeout_s, device.type, world_size)
         name = ""
         if group is not None and world_size > 1:  # before any check of its own: a rank that raised would not arrive
-            everyone = _gathered((facts, uuid.uuid4().hex), group, device)
-            check_agreement([theirs for theirs, _ in everyone])
+            everyone = _gathered((facts, uuid.uuid4().hex, tuning.digest(device)), group, device)
+            check_agreement([theirs for theirs, _, _ in everyone])
+            tuning.check_ranks([theirs for _, _, theirs in everyone])
             name = everyone[0][1]
         facts.check()
         if group is None or world_size == 1:

@@ -17,11 +17,11 @@ from moetail.ops.finalize_triton import _INTERPRET, _to
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Warps of a program that owns a row, and the most registers of a thread (None: the compiler's choice). A config
+    """Warps of a program that owns a row, and the most registers of a thread (0: the compiler's choice). A config
     changes time, never bits."""
 
     warps: int
-    registers: int | None = None
+    registers: int = 0
 
 
 # (least T, the 16-bit elements of a row that a thread holds) in rising T: a kernel's own.
@@ -48,7 +48,7 @@ def _fitted(elements: int, H: int, element_size: int) -> RowConfig:
     if warps > 32:
         return RowConfig(32)
     warps = max(warps, 1)
-    return RowConfig(warps, min(65536 // (32 * warps), 255) if elements == _ALONE else None)
+    return RowConfig(warps, min(65536 // (32 * warps), 255) if elements == _ALONE else 0)
 
 
 @triton.jit
@@ -174,3 +174,6 @@ def _e4m3(x):
         return tl.where(x == x, code | ((bits >> 24) & 0x80), 0x7F).to(tl.uint8)
     else:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+EPILOGUES = (_residual_norm, _rms_norm, _mhc, _quantize, _e4m3)  # for the hash of every kernel that ends a layer

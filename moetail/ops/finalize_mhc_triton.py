@@ -16,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from moetail import tuning
 from moetail.numerics import Numerics
-from moetail.ops.epilogue_triton import RowConfig, _mhc, _quantize, every_config, heuristic
-from moetail.ops.finalize_triton import Facts, _finalized, has_pdl
+from moetail.ops import epilogue_triton
+from moetail.ops.epilogue_triton import RowConfig, _mhc, _quantize
+from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 
 # As in finalize_norm_triton.py. Not yet timed.
 ELEMENTS_A_THREAD = ((0, 8), (256, 16))
@@ -61,7 +63,7 @@ def launch(
                norm_weight, out, residual_out, values, scales)  # fmt: skip
     hc = residual.shape[1]
     if config is None:
-        config = heuristic(ELEMENTS_A_THREAD, T, H, rows.element_size())
+        config = config_for(rows.device, T, K, H, rows.dtype, hc)
         if rows.device.type == "cuda":
             _compile(rows.device, tuple(None if t is None else t.dtype for t in tensors), strides, facts, hc, quant)
     weights_strides = (0, 0) if weights is None else weights.stride()
@@ -74,6 +76,28 @@ def launch(
             pre_mix.stride(0), *scales_strides, *vars(strides).values(), float(routed_scale), float(eps),
             **_options(facts, hc, config, quant),
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)
+def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype, hc: int) -> RowConfig:
+    """The tuned config where this GPU has one for T, the heuristic's otherwise."""
+    tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype, hc), kernel_hash(), T)
+    return epilogue_triton.heuristic(ELEMENTS_A_THREAD, T, H, dtype.itemsize) if tuned is None else tuned
+
+
+def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype, hc: int) -> tuple[RowConfig, ...]:
+    """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
+    tuned = tuning.every_tuned(RowConfig, device, tuned_shape(K, H, dtype, hc), kernel_hash())
+    return tuple(dict.fromkeys((*epilogue_triton.every_config(ELEMENTS_A_THREAD, H, dtype.itemsize), *tuned)))
+
+
+def tuned_shape(K: int, H: int, dtype: torch.dtype, hc: int) -> tuning.Shape:
+    return tuning.Shape("finalize_mhc", (("K", K), ("H", H), ("hc", hc)), str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def kernel_hash() -> str:
+    return tuning.source_hash(_finalize_mhc_kernel, *epilogue_triton.EPILOGUES, *FINALIZED)
 
 
 @dataclass(frozen=True)
@@ -94,7 +118,7 @@ class _Strides:
 def _options(facts: Facts, hc: int, config: RowConfig, quant: str | None = None) -> dict[str, Any]:
     return vars(facts) | {
         "BLOCK": triton.next_power_of_2(facts.H), "HC": hc, "QUANT": quant, "num_warps": config.warps,
-        "maxnreg": config.registers, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
+        "maxnreg": config.registers or None, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
     }  # fmt: skip
 
 
@@ -106,7 +130,7 @@ def _compile(
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     unspecialized = (2,) * 11  # R and ten strides
     with torch.cuda.device(device):
-        for config in every_config(ELEMENTS_A_THREAD, facts.H, cast(torch.dtype, dtypes[0]).itemsize):
+        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0]), hc):
             compiled = _finalize_mhc_kernel.warmup(
                 *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,),
                 **_options(facts, hc, config, quant),

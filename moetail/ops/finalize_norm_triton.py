@@ -16,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from moetail import tuning
 from moetail.numerics import Numerics
-from moetail.ops.epilogue_triton import RowConfig, _quantize, _residual_norm, every_config, heuristic
-from moetail.ops.finalize_triton import Facts, _finalized, has_pdl
+from moetail.ops import epilogue_triton
+from moetail.ops.epilogue_triton import RowConfig, _quantize, _residual_norm
+from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 
 # Least T, and the 16-bit elements of a row that a thread holds (8 are one 16-byte load). Few tokens need each program
 # to be fast; many need several on a multiprocessor: at H 5120 the registers of sm_90 hold one program of 32 warps (8
@@ -59,7 +61,7 @@ def launch(
     tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, residual, norm_weight, post_norm_weight,
                out, residual_out, values, scales)  # fmt: skip
     if config is None:
-        config = heuristic(ELEMENTS_A_THREAD, T, H, rows.element_size())
+        config = config_for(rows.device, T, K, H, rows.dtype)
         if rows.device.type == "cuda":
             dtypes = tuple(None if t is None else t.dtype for t in tensors)
             _compile(rows.device, dtypes, strides, facts, zero_centred, quant)
@@ -72,6 +74,28 @@ def launch(
             *tensors, R, *row_map.stride(), *weights_strides, gate_stride, *scales_strides, *vars(strides).values(),
             float(routed_scale), float(eps), **_options(facts, zero_centred, config, quant),
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)
+def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype) -> RowConfig:
+    """The tuned config where this GPU has one for T, the heuristic's otherwise."""
+    tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash(), T)
+    return epilogue_triton.heuristic(ELEMENTS_A_THREAD, T, H, dtype.itemsize) if tuned is None else tuned
+
+
+def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuple[RowConfig, ...]:
+    """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
+    tuned = tuning.every_tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash())
+    return tuple(dict.fromkeys((*epilogue_triton.every_config(ELEMENTS_A_THREAD, H, dtype.itemsize), *tuned)))
+
+
+def tuned_shape(K: int, H: int, dtype: torch.dtype) -> tuning.Shape:
+    return tuning.Shape("finalize_norm", (("K", K), ("H", H)), str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def kernel_hash() -> str:
+    return tuning.source_hash(_finalize_norm_kernel, *epilogue_triton.EPILOGUES, *FINALIZED)
 
 
 @dataclass(frozen=True)
@@ -89,7 +113,8 @@ class _Strides:
 def _options(facts: Facts, zero_centred: bool, config: RowConfig, quant: str | None = None) -> dict[str, Any]:
     return vars(facts) | {
         "BLOCK": triton.next_power_of_2(facts.H), "ZERO_CENTRED": zero_centred, "QUANT": quant,
-        "num_warps": config.warps, "maxnreg": config.registers, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
+        "num_warps": config.warps, "maxnreg": config.registers or None, "enable_fp_fusion": False,
+        "launch_pdl": facts.PDL,
     }  # fmt: skip
 
 
@@ -101,7 +126,7 @@ def _compile(
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     unspecialized = (2,) * 8  # R and seven strides
     with torch.cuda.device(device):
-        for config in every_config(ELEMENTS_A_THREAD, facts.H, cast(torch.dtype, dtypes[0]).itemsize):
+        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0])):
             compiled = _finalize_norm_kernel.warmup(
                 *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,),
                 **_options(facts, zero_centred, config, quant),
