@@ -29,13 +29,13 @@ MAY_IMPORT = {
     "testing": {"numerics"},
     "ops": {"numerics", "reference", "routing", "ops", "tuning"},
     "comm": {"numerics", "reference", "ops", "tuning", "comm"},
-    "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
+    "integrations": {"comm", "contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
     "bench": {"comm", "numerics", "ops", "guards", "models", "testing", "tuning", "reference", "bench", "integrations"},
     "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
     | {"integrations"},
 }
-OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
+OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging", "vllm"}
 CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance", "plan", "models",
         "layer", "routing", "experts")  # fmt: skip
 

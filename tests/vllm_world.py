@@ -62,7 +62,7 @@ def moe_layer(monkeypatch, cfg, shared=True, dtype=torch.bfloat16, experts_cls=t
     )
     torch.manual_seed(1)
     with set_current_vllm_config(cfg):
-        runner = factory.FusedMoE(
+        runner = _factory()(
             num_experts=E, top_k=K, hidden_size=H, intermediate_size=INNER, prefix=LAYER, params_dtype=dtype,
             shared_experts=Shared(dtype) if shared else None, **kwargs,
         )  # fmt: skip
@@ -74,18 +74,14 @@ def moe_layer(monkeypatch, cfg, shared=True, dtype=torch.bfloat16, experts_cls=t
     return runner
 
 
+def _factory():
+    """Its name has changed since 0.26."""
+    return getattr(factory, "FusedMoE", None) or factory.FusedMoEFactory
+
+
 def run(runner, cfg, x):
     with set_current_vllm_config(cfg), set_forward_context(None, cfg, num_tokens=x.shape[0]), torch.inference_mode():
         return runner(x, x[:, :E].clone())
-
-
-def rows_of(runner, x):
-    """[T, K, H]: the weighted rows that GEMM2 wrote."""
-    weights, ids = _select(hidden_states=x)
-    experts = runner.routed_experts
-    first = _grouped(x[:, None].expand(-1, K, -1), experts.w13_weight, ids).to(x.dtype)
-    inner = F.silu(first[..., :INNER]) * first[..., INNER:]
-    return (_grouped(inner, experts.w2_weight, ids) * weights[..., None]).to(x.dtype)
 
 
 def _grouped(x, weight, ids):
@@ -112,7 +108,8 @@ def _torch_kernels(monkeypatch):
         out.copy_(total)
 
     def activation(self, _kind, out, x, **_):
-        out.copy_(F.silu(x[:, :INNER]) * x[:, INNER:])
+        gate, up = x.chunk(2, dim=1)
+        out.copy_(F.silu(gate) * up)
 
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # vLLM calls it without an accelerator
     monkeypatch.setattr(triton_moe, "tl", types.SimpleNamespace(bfloat16=None, float16=None, float32=None))

@@ -1,7 +1,7 @@
 """Where the experts' reduction is taken over: on the experts object, never on a vLLM class or module.
 
-`take(rows, row_map, weights, numerics, num_valid_rows) -> bool` runs the tail and says whether it did; where it did not,
-vLLM's own reduction runs. Rows: TritonExperts and MarlinExperts hand over weighted ones (`PREWEIGHTED`, as `moe_sum`),
+`take(rows, row_map, weights, numerics, num_valid_rows) -> bool` runs the tail and says whether it did; where it did
+not, vLLM's own reduction runs. Rows: TritonExperts and MarlinExperts hand over weighted ones (`PREWEIGHTED`, as `moe_sum`),
 the others unweighted ones (`TRTLLM`: fp32 fused multiply-adds in slot order).
 """
 
@@ -135,9 +135,7 @@ def _moe_fused_mul_sum(stock: Any, take: Take) -> Any:
     ) -> Any:
         T, K, H = inputs.shape
         plain = expert_map is None and all(value is None for value in rest.values())
-        if plain and take(
-            inputs.view(T * K, H), route_major(T, K, inputs.device), topk_weights, Numerics.TRTLLM, None
-        ):
+        if plain and take(inputs.view(T * K, H), route_major(T, K, inputs.device), topk_weights, Numerics.TRTLLM, None):
             return outputs
         return stock(
             inputs=inputs, topk_weights=topk_weights, outputs=outputs, topk_ids=topk_ids, expert_map=expert_map, **rest

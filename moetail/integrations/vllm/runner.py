@@ -19,14 +19,13 @@ from vllm.model_executor.layers.fused_moe.runner import moe_runner as stock
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.utils.torch_utils import direct_register_custom_op
 
-import moetail.integrations.vllm.build as build
 from moetail.comm.workspace import Workspace
-from moetail.integrations.vllm import hooks
+from moetail.integrations.vllm import build, hooks
 from moetail.integrations.vllm.facts import Path
 from moetail.integrations.vllm.tail import Call, Tail, make_workspace
 
 logger = init_logger("vllm.moetail")
-_lib = torch.library.Library("moetail", "FRAGMENT")  # noqa: TOR901
+_lib = torch.library.Library("moetail", "FRAGMENT")
 
 
 def _moe_forward(
@@ -178,9 +177,7 @@ def _with_tail(
     layer_name: Any,
     hidden_dim_unpadded: int,
 ) -> torch.Tensor:
-    return torch.ops.moetail.vllm_moe_forward(
-        hidden_states, router_logits, shared_experts_input, input_ids, layer_name
-    )
+    return torch.ops.moetail.vllm_moe_forward(hidden_states, router_logits, shared_experts_input, input_ids, layer_name)
 
 
 class _Unless(modular_kernel.TopKWeightAndReduce):

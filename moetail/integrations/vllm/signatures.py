@@ -75,8 +75,8 @@ def find(name: str) -> Any:
 def problems() -> list[str]:
     """A sentence for each thing that is not as the plugin knows it; empty where it can stand in."""
     wrong = []
-    for name, parameters in REQUIRED.items():
-        wrong += _checked(name, lambda found, want=parameters: _moved(found, want))
+    for name, known in REQUIRED.items():
+        wrong += _checked(name, lambda found, want=known: moved(parameters(found), want))
     for name, word in NAMED.items():
         wrong += _checked(name, lambda found, want=(word,): _unnamed(found, want))
     for name, words in BODIES.items():
@@ -93,12 +93,17 @@ def _checked(name: str, test: Any) -> list[str]:
     return [f"{short} {wrong}"] if wrong else []
 
 
-def _moved(found: Any, want: tuple[str, ...]) -> str:
-    parameters = list(inspect.signature(found).parameters.values())
-    have = tuple(p.name for p in parameters)
-    extra = [p.name for p in parameters[len(want) :] if p.default is p.empty and p.kind not in (2, 4)]
-    if have[: len(want)] != want or extra:
-        return f"takes ({', '.join(have)}), known is ({', '.join(want)})"
+def parameters(found: Any) -> list[tuple[str, bool]]:
+    """(name, whether a call must pass it) of each parameter."""
+    wanted = inspect.signature(found).parameters.values()
+    return [(p.name, p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)) for p in wanted]
+
+
+def moved(have: list[tuple[str, bool]], want: tuple[str, ...]) -> str:
+    """What is wrong with parameters that must begin with `want`, and need no others; empty where nothing is."""
+    names = tuple(name for name, _ in have)
+    if names[: len(want)] != want or any(needed for _, needed in have[len(want) :]):
+        return f"takes ({', '.join(names)}), known is ({', '.join(want)})"
     return ""
 
 

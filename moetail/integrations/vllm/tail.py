@@ -63,7 +63,9 @@ class Tail:
         self.finished += 1
         return True
 
-    def _added(self, rows: Any, row_map: Any, weights: Any, shared: Any, num_valid_rows: Any, numerics: Numerics) -> Any:
+    def _added(
+        self, rows: Any, row_map: Any, weights: Any, shared: Any, num_valid_rows: Any, numerics: Numerics
+    ) -> Any:
         scale = self._runner.routed_scaling_factor
         if self.decision.path is Path.FUSED:
             return finalize(
@@ -99,7 +101,9 @@ def _gpu(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def make_workspace(group: Any, cpu_group: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> Workspace | None:
+def make_workspace(
+    group: Any, cpu_group: Any, hidden: int, dtype: torch.dtype, device: torch.device
+) -> Workspace | None:
     """For all layers of one tensor-parallel group; made by all ranks together in their first call. None on every rank
     where one of them cannot: vLLM's all-reduce then serves all."""
     workspace = None
