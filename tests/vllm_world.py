@@ -1,4 +1,4 @@
-"""A real vLLM MoE layer on a CPU: built by vLLM's own factory, its Triton kernels and compiled ops replaced by torch."""
+"""A real vLLM MoE layer on a CPU: vLLM's own factory builds it, its Triton kernels and compiled ops are torch's."""
 
 import contextlib
 import tempfile

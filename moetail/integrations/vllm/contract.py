@@ -68,5 +68,5 @@ def to_vllm(output: MoEOutput) -> Any:
     return TheirMoEOutput(
         TheirUnfinalized(routed.rows, routed.weights, routed.row_map),
         shared,
-        float(tail.routed_scale),  # type: ignore[arg-type]
+        float(tail.routed_scale),
     )
