@@ -3,8 +3,8 @@
 vLLM 0.26 runs the tail as `moe_sum` (or a weighting reduction), a copy out of the experts' workspace, the routed scale,
 the shared add and the all-reduce. What follows the experts' opaque op is Inductor's where it compiles, and Inductor
 keeps what it fuses in fp32: at one rank its `shared + routed` is not rounded before the residual add (a CPU, torch
-2.13: 28924 of 131072 elements differ from the rounded add). So the add is ours only where vLLM rounds it: in eager mode,
-and before an all-reduce.
+2.13: 28924 of 131072 elements differ from the rounded add). So the add is ours only where vLLM rounds it: in eager
+mode, and before an all-reduce.
 """
 
 from __future__ import annotations

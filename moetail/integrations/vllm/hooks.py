@@ -1,8 +1,8 @@
 """Where the experts' reduction is taken over: on the experts object, never on a vLLM class or module.
 
 `take(rows, row_map, weights, numerics, num_valid_rows) -> bool` runs the tail and says whether it did; where it did
-not, vLLM's own reduction runs. Rows: TritonExperts and MarlinExperts hand over weighted ones (`PREWEIGHTED`, as `moe_sum`),
-the others unweighted ones (`TRTLLM`: fp32 fused multiply-adds in slot order).
+not, vLLM's own reduction runs. Rows: TritonExperts and MarlinExperts hand over weighted ones (`PREWEIGHTED`, as
+`moe_sum`), the others unweighted ones (`TRTLLM`: fp32 fused multiply-adds in slot order).
 """
 
 from __future__ import annotations
