@@ -2,11 +2,18 @@
 replaced by torch (vllm_world.py). `make test-vllm`; deselected otherwise."""
 
 import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from moetail.testing import assert_same_bits
+
+ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.vllm
 
@@ -196,6 +203,28 @@ def test_eligibility_comes_from_vllms_own_facts(world, plugin, monkeypatch):
                 assert reason in str(build.decide_for(runner, cfg))
         monkeypatch.delattr(runner.moe_config, "experts_per_token")
         assert "stock (vLLM does not say: " in str(build.decide_for(runner, cfg))
+
+
+@pytest.mark.parametrize("plugins, loaded", [(None, "MoETailRunner"), ("", "None")])
+def test_a_worker_process_loads_the_entry_point(tmp_path, plugins, loaded):
+    """As vLLM's executors start one: a new process that knows nothing but its path."""
+    info = tmp_path / "moetail-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moetail\nVersion: 0.1.0\n")
+    declared = re.search(r'entry-points."vllm.general_plugins"]\nmoetail = "(.*)"', (ROOT / "pyproject.toml").read_text())
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nmoetail = {declared[1]}\n")
+    code = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins(); load_general_plugins()\n"
+        "from vllm.model_executor.custom_op import op_registry_oot as found\n"
+        "print(getattr(found.get('MoERunner'), '__name__', None))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    env.pop("VLLM_PLUGINS", None)
+    if plugins is not None:
+        env["VLLM_PLUGINS"] = plugins
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == loaded
 
 
 def test_off_for_one_engine(world, plugin, monkeypatch, x):

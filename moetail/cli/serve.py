@@ -57,7 +57,7 @@ def serve(
         rows: list[dict[str, Any]] = []
         with contextlib.ExitStack() as stack:
             ranks, _ = stack.enter_context(bench_ranks.join(device))
-            root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            root = Path(tempfile.gettempdir()) / "moetail-serve"  # the same again: vLLM's compile cache knows the path
             options = engines.Options(
                 serve_models.folder(model, root, layers, quant),
                 max(_longest(one, rounds, bench_serve) for one in cases),
