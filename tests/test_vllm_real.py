@@ -211,7 +211,9 @@ def test_a_worker_process_loads_the_entry_point(tmp_path, plugins, loaded):
     info = tmp_path / "moetail-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moetail\nVersion: 0.1.0\n")
-    declared = re.search(r'entry-points."vllm.general_plugins"]\nmoetail = "(.*)"', (ROOT / "pyproject.toml").read_text())
+    declared = re.search(
+        r'entry-points."vllm.general_plugins"]\nmoetail = "(.*)"', (ROOT / "pyproject.toml").read_text()
+    )
     (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nmoetail = {declared[1]}\n")
     code = (
         "from vllm.plugins import load_general_plugins; load_general_plugins(); load_general_plugins()\n"
