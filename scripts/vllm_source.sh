@@ -7,6 +7,9 @@ cd "$(dirname "$0")/.."
 python=$1
 version=${2:-0.26.0}
 site=$PWD/.vllm/$version
+newer=()  # what releases after 0.26 import besides
+[ "$version" = 0.26.0 ] || newer=(xgrammar apache-tvm-ffi fastapi starlette opentelemetry-api opentelemetry-sdk
+    opentelemetry-semantic-conventions partial-json-parser llguidance einops)
 if [ ! -e "$site/.done" ]; then
     mkdir -p "$site"
     "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: \
@@ -24,8 +27,7 @@ PY
         cbor2==6.3.0 pyzmq==27.3.0 aiohttp==3.14.5 aiosignal==1.4.0 aiohappyeyeballs==2.7.1 attrs==26.1.0 \
         frozenlist==1.8.0 multidict==7.2.1 propcache==0.5.4 yarl==1.25.1 requests==2.34.2 urllib3==2.8.0 idna certifi \
         openai==3.57.0 openai-harmony==0.0.8 httpx2==2.16.2 sniffio==1.3.1 pybase64==1.5.1 cachetools==8.0.2 \
-        cloudpickle uvloop py-cpuinfo prometheus_client xgrammar apache-tvm-ffi fastapi starlette opentelemetry-api \
-        opentelemetry-sdk opentelemetry-semantic-conventions partial-json-parser llguidance einops >&2
+        cloudpickle uvloop py-cpuinfo prometheus_client ${newer[@]+"${newer[@]}"} >&2
     touch "$site/.done"
 fi
 echo "$site"
