@@ -25,9 +25,9 @@ PY
     "$python" -m pip install -q --disable-pip-version-check --no-deps --target "$site" \
         pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 typing-inspection==0.4.5 msgspec==0.23.0 \
         cbor2==6.3.0 pyzmq==27.3.0 aiohttp==3.14.5 aiosignal==1.4.0 aiohappyeyeballs==2.7.1 attrs==26.1.0 \
-        frozenlist==1.8.0 multidict==7.2.1 propcache==0.5.4 yarl==1.25.1 requests==2.34.2 urllib3==2.8.0 idna certifi \
+        frozenlist==1.8.0 multidict==7.2.1 propcache==0.5.4 yarl==1.25.1 requests==2.34.2 urllib3==2.8.0 idna==3.20 certifi==2026.10.19.post1 \
         openai==3.57.0 openai-harmony==0.0.8 httpx2==2.16.2 sniffio==1.3.1 pybase64==1.5.1 cachetools==8.0.2 \
-        cloudpickle uvloop py-cpuinfo prometheus_client ${newer[@]+"${newer[@]}"} >&2
+        cloudpickle==3.1.3 uvloop==0.23.0 py-cpuinfo==9.0.0 prometheus_client==0.26.0 ${newer[@]+"${newer[@]}"} >&2
     touch "$site/.done"
 fi
 echo "$site"

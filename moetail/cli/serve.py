@@ -17,6 +17,8 @@ from moetail.cli.app import FAILED, SLOWER, bench
 from moetail.cli.arguments import parse_device, parse_verdicts
 from moetail.cli.terminal import fail, progress_bar, show
 
+_PROMPT = 128  # tokens of the prompts whose answers are compared
+
 
 @bench.command()
 def serve(
@@ -60,12 +62,12 @@ def serve(
             root = Path(tempfile.gettempdir()) / "moetail-serve"  # the same again: vLLM's compile cache knows the path
             options = engines.Options(
                 serve_models.folder(model, root, layers, quant),
-                max(_longest(one, rounds, bench_serve) for one in cases),
+                max(_PROMPT + tokens, *(_longest(one, rounds, bench_serve) for one in cases)),
                 (8, *(one.size for one in cases if one.decode)), ranks.world_size, eager, memory, further,
             )  # fmt: skip
             pair = engines.Engine("stock", options), engines.Engine("moetail", options)
             out = Console(soft_wrap=True)
-            rows.append(bench_serve.tokens_row(pair, 8, 128, tokens, ranks))
+            rows.append(bench_serve.tokens_row(pair, 8, _PROMPT, tokens, ranks))
             said = pair[1].layers()
             if all("its runner is" in line for line in said):
                 raise ValueError(f"vLLM must have loaded the plugin (its entry point, VLLM_PLUGINS), got {said[:1]}")
