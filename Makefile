@@ -1,5 +1,5 @@
 # Each target sets up what it needs (scripts/setup.sh): nothing but Python has to be there.
-.PHONY: demo test check readme
+.PHONY: demo test test-vllm check readme
 
 # The main job on this machine, GPU or not: a transformers MoE model before and after. It shows a loss and does not fail
 # for one: a gate is `moetail bench forward` by itself.
@@ -8,9 +8,15 @@ demo:
 	    --model glm4-moe-mini --case prefill=512 --case 'decode=8*1@512' --fail-if implausible
 
 # The tests that need no GPU. On a GPU machine: make test MARK=gpu
-MARK = not gpu and not gpu2
+MARK = not gpu and not gpu2 and not vllm
 test:
 	@python=$$(scripts/setup.sh dev) && PYTHONPATH=. "$$python" -m pytest -m '$(MARK)'
+
+# The plugin against vLLM's own code, on a CPU: its wheel's .py files, no GPU packages. Another release: VLLM=0.33.0
+VLLM = 0.26.0
+test-vllm:
+	@python=$$(scripts/setup.sh dev) && site=$$(scripts/vllm_source.sh "$$python" $(VLLM)) \
+	    && PYTHONPATH=.:$$site "$$python" -m pytest -m vllm tests/test_vllm_real.py
 
 check:
 	@python=$$(MODULES_TOO="ruff mypy" scripts/setup.sh dev) && "$$python" -m ruff check . \

@@ -31,14 +31,14 @@ MAY_IMPORT = {
     "testing": {"numerics"},
     "ops": {"numerics", "quantization", "reference", "routing", "ops", "tuning"},
     "comm": {"numerics", "quantization", "reference", "ops", "tuning", "comm"},
-    "integrations": {"contract", "experts", "numerics", "ops", "reference", "integrations", "models", "plan"},
+    "integrations": {"comm", "contract", "experts", "numerics", "ops", "reference", "integrations", "models", "plan"},
     "bench": {"bench", "comm", "contract", "coverage", "experts", "guards", "integrations", "models", "numerics"}
     | {"ops", "quantization", "reference", "routing", "testing", "tuning"},
     "cli": {"bench", "cli", "conformance", "coverage", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
     | {"integrations", "quantization"},
 }
-OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
+OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging", "vllm"}
 CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance", "plan", "models",
         "layer", "routing", "experts", "quantization")  # fmt: skip
 

@@ -22,8 +22,8 @@ def record(
     world_size: int = 1,
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """kind: kernels | forward | selftest | conformance. `complete` is False while rows are missing. `settings`: what
-    was asked for; a run that goes on must ask for the same."""
+    """kind: kernels | forward | serve | selftest | conformance. `complete` is False while rows are missing. `settings`:
+    what was asked for; a run that goes on must ask for the same."""
     return {
         "schema": SCHEMA, "kind": kind, "machine": machine(), "world_size": world_size, "complete": complete,
         "settings": settings or {}, "rows": rows,

@@ -14,6 +14,7 @@ from moetail.cli import (  # noqa: F401  each registers its command
     profile,
     readme,
     selftest,
+    serve,
     tune,
 )
 from moetail.cli.app import FAILED, INTERRUPTED, OK, SLOWER, USAGE, app, bench
