@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "tuning": set(),
     "routing": set(),
     "plan": set(),
-    "models": {"comm", "contract", "models", "ops", "plan", "routing"},
+    "models": {"comm", "contract", "layer", "models", "ops", "plan", "reference", "routing"},
     "reference": {"numerics", "routing"},
     "layer": {"contract", "plan"},
     "experts": {"contract", "ops"},
@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "ops": {"numerics", "reference", "routing", "ops", "tuning"},
     "comm": {"numerics", "reference", "ops", "tuning", "comm"},
     "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
-    "bench": {"comm", "numerics", "ops", "guards", "models", "testing", "tuning", "reference", "bench", "integrations"},
+    "bench": {"comm", "contract", "guards", "integrations", "models", "numerics", "ops", "plan", "reference", "testing",
+              "tuning", "bench"},
     "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
     | {"integrations"},
