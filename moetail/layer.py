@@ -113,7 +113,8 @@ class MoELayer(torch.nn.Module):
         if self.plan.place(self.index, hidden.shape[0]) is Place.EXPERTS:
             return self._separately(hidden, out)
         if out is not None:
-            raise ValueError(f"out must be None where one op finishes the call, got a tensor: {self.plan.range_of(self.index, hidden.shape[0])}")
+            where = self.plan.range_of(self.index, hidden.shape[0])
+            raise ValueError(f"out must be None where one op finishes the call, got a tensor: {where}")
         return self._unfinalized(hidden).complete()
 
     def _unfinalized(self, hidden: torch.Tensor) -> MoEOutput:

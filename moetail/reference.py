@@ -142,9 +142,8 @@ def mhc_mixes(
     f = streams.flatten(1).float()
     m = (f @ fn.T) * torch.rsqrt(f.square().mean(-1, keepdim=True) + rms_eps)
     sizes = (hc, hc, hc * hc)
-    pre, post, comb = (
-        part * factor + offset for part, factor, offset in zip(m.split(sizes, dim=-1), scale, base.split(sizes), strict=True)
-    )
+    parts = zip(m.split(sizes, dim=-1), scale, base.split(sizes), strict=True)
+    pre, post, comb = (part * factor + offset for part, factor, offset in parts)
     return (
         torch.sigmoid(pre) + hc_eps,
         2.0 * torch.sigmoid(post),

@@ -189,7 +189,7 @@ def test_the_drafter_is_a_layer_of_its_own():  # pitfalls 10 and 11
     decoder = Decoder(CONFIG, CPU, with_drafter=True)
     assert decoder.drafter.moe.gate.shape[0] == CONFIG.dspark_n_routed_experts
     assert decoder.drafter.window_only and decoder.drafter.engram is None
-    S, arms = torch.randn(20, 4, 64).to(torch.bfloat16), [WatchedArm(arm.deferring) for arm in ARMS.values()]
+    S, arms = torch.randn(20, 4, 64).to(torch.bfloat16), [WatchedArm(fuses) for fuses in (False, True)]
     step = Packed.of([PROMPTS[0]])
     got = [decoder.forward_drafter(step, decoder.drafter_context([20]), arm, S) for arm in arms]
     assert_same_bits(*got)

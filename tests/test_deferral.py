@@ -62,7 +62,7 @@ def tokens(T, seed=0):
 def run_arms(layers, T, tp=None):
     """Both arms' watched run of one step, and the final hidden states of both."""
     decoder, texts = Decoder(CONFIG, CPU, tp, facts=layers), tokens(T)
-    arms = [WatchedArm(arm.deferring) for arm in ARMS.values()]
+    arms = [WatchedArm(fuses) for fuses in (False, True)]
     hidden = []
     for arm in arms:
         context = decoder.context([len(text) for text in texts])
@@ -72,7 +72,7 @@ def run_arms(layers, T, tp=None):
 
 
 def check_branch(name, arms, hidden, reasons):
-    (separate, fused), (_, T, want) = arms, BRANCHES[name]
+    (separate, fused), (*_, want) = arms, BRANCHES[name]
     assert fused.outputs == [(i, place, TYPES[place]) for i, (place, _) in enumerate(want)]
     assert reasons == [reason for _, reason in want]
     assert {output for *_, output in separate.outputs} == {"Partial"}
@@ -115,7 +115,7 @@ def staged(group, T, tp_size):
         tp = TensorParallel.of(parts[pipeline.stage], 64, CONFIG.hidden_size, CPU)
     decoder = Decoder(CONFIG, CPU, tp, pipeline.layers(6), facts=facts())
     texts, results = tokens(T), []
-    for arm in (WatchedArm(arm.deferring) for arm in ARMS.values()):
+    for arm in (WatchedArm(fuses) for fuses in (False, True)):
         context = decoder.context([len(text) for text in texts])
         out = pipeline.run(decoder, Packed.of(texts), context, arm)
         out = (out,) if isinstance(out, torch.Tensor) else (out.S, out.pre)

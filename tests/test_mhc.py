@@ -130,8 +130,8 @@ for config in m.every_config(m.ELEMENTS_A_THREAD, 5120, 2):
     options = m._options(m._Kind(5120, 4, True), config)
     constants = {n: options.pop(n) for n in list(options) if n.isupper()}
     code = sm_90(kernel, pointers, constants, options, strides, mixes)
-    results[str(config.warps)] = dict(local=code.local, stack=code.stack, registers=code.registers, wait=code.before_wait,
-                                      fma=code.count("fma.rn.f32"), threads=32 * config.warps)
+    results[str(config.warps)] = dict(local=code.local, stack=code.stack, registers=code.registers,
+                                      wait=code.before_wait, fma=code.count("fma.rn.f32"), threads=32 * config.warps)
 print(json.dumps(results))
 """
 

@@ -7,7 +7,7 @@ from moetail.models.tails import Arm
 
 @dataclass(frozen=True)
 class WatchedArm(Arm):
-    """outputs: (layer, place, the output's type). routed: what each layer's experts gave. boundaries: (h, residual')."""
+    """outputs: (layer, place, the output's type); routed: each layer's experts' output; boundaries: (h, residual')."""
 
     outputs: list = field(default_factory=list)
     routed: list = field(default_factory=list)

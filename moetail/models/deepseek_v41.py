@@ -115,7 +115,9 @@ class Decoder:
         self.layers = [self._layer(p, index, engram_on_cpu) for index in self.stage]
         self.drafter = self._drafter(p) if with_drafter else None
         self.plan = self._plan(deepseek_v41_facts.layers(c) if facts is None else facts)
-        self._separate = self._plan(tuple(replace(layer, can_stop=False) for layer in self.plan.layers))
+        layers = self.plan.layers
+        self._separate = self._plan(tuple(replace(layer, can_stop=False) for layer in layers))
+        self._here = self._plan(tuple(replace(x, boundary_max_tokens=0, alone_max_tokens=0) for x in layers))
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._frequencies = {kind: frequencies(c, kind).to(device) for kind in (True, False)}
 
@@ -268,9 +270,9 @@ class Decoder:
         return reference.rms_norm(collapse(stream.S, stream.pre), norm_weight, self.config.rms_norm_eps)
 
     def _moe(self, layer: Layer, x: torch.Tensor, arm: Arm, expert_ids: torch.Tensor | None) -> Output:
-        plan, workspace = (self.plan, self.tp.workspace) if arm.deferring else (self._separate, None)
+        plan = self._separate if not arm.fuses else self.plan if arm.passes_on else self._here
         side = self._side_stream if arm.side_stream and x.shape[0] <= _SIDE_STREAM_MAX_TOKENS else None
-        tail = TailSpec(workspace=workspace)
+        tail = TailSpec(workspace=self.tp.workspace if arm.fuses else None)
         moe = moe_layer(layer.moe, layer.router, self.config.swiglu_limit, plan, layer.index, tail, expert_ids, side)
         return arm.moe(moe, x)
 

@@ -14,8 +14,8 @@ from moetail.plan import LayerFacts
 NAME = "deepseek-v4.1-flash"
 # Layers share their KV and their index with earlier ones, so a stage may start at these only.
 STAGE_CUTS = (1, 2, 8, 14, 20)
-# What a boundary takes unfinalized. Across ranks, what one push carries: above, the link's bytes decide, and the layer's
-# own all-reduce overlaps them. On one rank nothing is sent, so any number is taken.
+# What a boundary takes unfinalized. Across ranks, what one push carries well: above, the link's bytes decide, and the
+# layer's own all-reduce overlaps them. On one rank nothing is sent, so any number is taken.
 BOUNDARY_MAX_TOKENS = 256
 ALONE_MAX_TOKENS = 2**20
 

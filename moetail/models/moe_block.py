@@ -72,12 +72,12 @@ def moe_layer(
     expert_ids  [T, K] int32: where the tokens go whatever the router chose; the weights stay the router's
     """
 
-    def chosen(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = route(product_f32(x, p.gate.T), router, p.bias)
+    def chosen(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = route(product_f32(hidden, p.gate.T), router, p.bias)
         return weights, ids if expert_ids is None else expert_ids
 
-    def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> UnfinalizedMoEOutput:
-        return expert_rows(x, ids, weights, p.w13, p.w2, limit)
+    def experts(hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> UnfinalizedMoEOutput:
+        return expert_rows(hidden, topk_ids, topk_weights, p.w13, p.w2, limit)
 
     def shared(x: torch.Tensor) -> torch.Tensor:
         return functional.linear(swiglu(functional.linear(x, p.shared_w13), limit), p.shared_w2)

@@ -2,8 +2,9 @@
 
     separate  the best separate kernels: finalize, add, all-reduce, and one for the streams, their collapse and its norm
     fused     each layer's output is finalized where the plan says; a boundary is one op, from what it is handed to h
+    here      as fused, but no layer hands its output to the next
 
-Both arms give the same bits: each rank rounds its routed sum, rounds again after the shared add, and the ranks are
+All give the same bits: each rank rounds its routed sum, rounds again after the shared add, and the ranks are
 added in fp32, in rank order.
 """
 
@@ -36,17 +37,19 @@ Output = Partial | MoEOutput | torch.Tensor
 
 @dataclass(frozen=True)
 class Arm:
-    """deferring   MoE layers obey the plan, and boundaries are fused
-    collective  how separate kernels sum over ranks
-    side_stream shared experts run beside the routed ones, where a call is small"""
+    """fuses        MoE layers obey the plan, and boundaries are fused
+    passes_on    the plan may have a call finalized in the next layer; False: in this one, as an arm to compare with
+    side_stream  shared experts run beside the routed ones, where a call is small
+    collective   how separate kernels sum over ranks"""
 
-    deferring: bool
-    collective: Collective = field(default_factory=Collective)
+    fuses: bool
+    passes_on: bool = True
     side_stream: bool = False
+    collective: Collective = field(default_factory=Collective)
 
     def moe(self, layer: MoELayer, x: torch.Tensor) -> Output:
         """`layer` is made for this arm: its plan and its tail are."""
-        if not self.deferring:
+        if not self.fuses:
             return Partial(layer(x, out=self.collective.buffer))
         return layer.forward_unfinalized(x) if layer.finalizes_in_next_layer(x.shape[0]) else layer(x)
 
@@ -59,7 +62,7 @@ class Arm:
             if tp.workspace is None or tp.size == 1:
                 return finalize_mhc(*args, **options)
             return finalize_all_reduce_mhc(*args, workspace=tp.workspace, **options)
-        if isinstance(output, Partial) and self.deferring and tp.workspace is not None and tp.size > 1:
+        if isinstance(output, Partial) and self.fuses and tp.workspace is not None and tp.size > 1:
             return all_reduce_mhc(output.y, workspace=tp.workspace, **streams)
         return mhc(self.finished(output, tp), **streams)
 
@@ -70,4 +73,5 @@ class Arm:
         return self.collective.all_reduce(output.y, tp) if isinstance(output, Partial) else output
 
 
-ARMS = {"separate": Arm(False), "fused": Arm(True)}
+# The first two are what a bench compares when it is not told otherwise.
+ARMS = {"separate": Arm(False), "fused": Arm(True), "here": Arm(True, passes_on=False)}

@@ -4,8 +4,9 @@
     m     = (fn @ f) * rsqrt(mean(f * f) + rms_eps)                            one statistic a token
     pre   = sigmoid(m[:hc] * scale[0] + base[:hc]) + hc_eps
     post  = 2 * sigmoid(m[hc:2*hc] * scale[1] + base[hc:2*hc])
-    comb  = sinkhorn(m[2*hc:] * scale[2] + base[2*hc:])                        [source, target]: softmax over targets,
-                                                                               then columns, then rows and columns in turn
+    comb  = sinkhorn(m[2*hc:] * scale[2] + base[2*hc:])                        [source, target]
+
+A sinkhorn iteration is a row and a column step; the first row step is the softmax over the targets.
 
 All in fp32; only the streams are bf16. The definition is `moetail.reference.mhc_mixes`, which implementations equal
 within `torch.testing.assert_close`'s default: a GPU adds in the order of its tensor cores. Each gives a token the same

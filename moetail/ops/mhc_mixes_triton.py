@@ -3,9 +3,9 @@
     _sums_kernel   [16 tokens, SLICE columns] a program: its part of fn @ f on the tensor cores, and of the squares
     _mixes_kernel  a token a program: the slices' sums, sigmoids, and the Sinkhorn steps on hc * hc numbers
 
-f is bf16 and fn is fp32, whose 24 bits are those of three bf16 numbers: three products of bf16 tiles, added in fp32 from
-the small ones up, lose nothing that an fp32 product would keep. Tiles are the same for every T: a token's bits do not
-depend on its batch. Programmatic dependent launch as in `finalize_triton.py`.
+f is bf16 and fn is fp32, whose 24 bits are those of three bf16 numbers: three products of bf16 tiles, added in fp32
+from the small ones up, lose nothing that an fp32 product would keep. Tiles are the same for every T: a token's bits do
+not depend on its batch. Programmatic dependent launch as in `finalize_triton.py`.
 """
 
 from __future__ import annotations
