@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 COVERAGE = ("heuristic", "bucket", "exact")  # `tuning.Answer.how`, from worst to best
@@ -64,6 +64,18 @@ class Measured:
     min_T: int
     max_T: int
     slower: bool
+
+
+def measured(slower: Mapping[int, bool]) -> tuple[Measured, ...]:
+    """What a gate said of deferring calls of some sizes (T: whether the step got slower), as a layer's `measured`. A
+    size speaks for those above the next smaller one; of calls larger than all, nothing is known.
+
+    Raises: ValueError for a size below 1.
+    """
+    sizes = sorted(slower)
+    if sizes and sizes[0] < 1:
+        raise ValueError(f"slower must be of calls of 1 token or more, got {sizes[0]}")
+    return tuple(Measured(before + 1, T, slower[T]) for before, T in zip([0, *sizes], sizes, strict=False))
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,18 @@ Six layers, Engrams at 1 and 3. TP1, TP2, TP3 and PP2 on gloo; on a GPU eager an
 
 import dataclasses
 
+import decode_steps
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
 from watched_arm import WatchedArm
 
+from moetail.bench import forward
+from moetail.bench.best_all_reduce import Nccl
+from moetail.bench.cases import parse_case
+from moetail.bench.deepseek_v41_step import DeepseekV41Model
+from moetail.layer import MoELayer
 from moetail.models import deepseek_v41_facts
 from moetail.models.context import Packed
 from moetail.models.deepseek_v41 import Decoder
@@ -18,7 +24,7 @@ from moetail.models.deepseek_v41_config import small
 from moetail.models.parallel import TensorParallel
 from moetail.models.pipeline import Pipeline
 from moetail.models.tails import ARMS
-from moetail.plan import Covered, Measured, Place, Reason
+from moetail.plan import Covered, Measured, Place, Reason, measured
 from moetail.testing import assert_same_bits
 
 CPU = torch.device("cpu")
@@ -160,6 +166,89 @@ def test_two_stages_of_two_ranks():
         results = ranks.run(staged, 12, 2)
     for rank in (0, 1):
         check_stages([results[rank], results[rank + 2]], 12, want)
+
+
+def test_a_producer_that_gets_slower_when_deferred_is_declined(monkeypatch):
+    """The seed's failure: the gate calls the step slower, and the plan that is told so defers no such call."""
+    real, deferred = MoELayer.forward_unfinalized, []
+
+    def slower(self, hidden):
+        deferred.append(len(hidden))
+        for _ in range(20):
+            self.experts(hidden, *self.router(hidden)[::-1])
+        return real(self, hidden)
+
+    monkeypatch.setattr(MoELayer, "forward_unfinalized", slower)
+    monkeypatch.setattr(DeepseekV41Model, "tails", lambda *_: None)
+    case = parse_case("decode=8*1@9")
+
+    def gate(facts, rounds):
+        model = DeepseekV41Model("planted", CONFIG, CPU, facts=facts)
+        deferred.clear()
+        return forward.run_case(model, case, forward.Settings(("separate", "fused"), rounds)), model.decoder.plan
+
+    result, plan = gate(facts(), 8)
+    assert result.verdict.word == "slower" and result.differing_bits == 0 and plan.place(1, 8) is NEXT
+    told = measured({case.num_tokens: result.verdict.word == "slower"})
+    result, plan = gate(facts(measured=told), 4)
+    assert not deferred and result.differing_bits == 0
+    assert {plan.range_of(i, 8).reason for i in range(6)} == {R.MEASURED_SLOWER}
+    assert plan.place(1, 9) is NEXT  # of which nothing was measured
+
+
+def test_decode_steps_of_changing_sizes():
+    decoder = Decoder(CONFIG, CPU, facts=facts())
+    assert decode_steps.run(decoder, [ARMS["separate"], ARMS["fused"]], 6, sizes=(1, 3, 17)) == 0
+    differs = dataclasses.replace(CONFIG, routed_scaling_factor=1.25)
+    other = Decoder(differs, CPU)
+    batch = decode_steps.Batch(decoder, [ARMS["separate"], ARMS["fused"]], 3)
+    batch.programs[1] = lambda: other.forward(batch.step, batch.contexts[1], ARMS["fused"])
+    assert int(batch.run()) > 0  # it can see
+
+
+ON_GPU = [("small", False), ("small", True), ("wide", False), ("wide", True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(("config", "side_stream"), ON_GPU, ids=["small", "small-side", "wide", "wide-side"])
+def test_200_decode_steps(config, side_stream, captured):
+    """One graph a size and arm, all in one pool. Shared experts on a side stream: what they read and write lives until
+    the boundary has run, in eager mode while memory is given back and taken again."""
+    device = torch.device("cuda", 0)
+    decoder = Decoder({"small": CONFIG, "wide": decode_steps.WIDE}[config], device)
+    arms = [ARMS["separate"], dataclasses.replace(ARMS["fused"], side_stream=side_stream)]
+    assert {decoder.plan.place(3 if config == "small" else 2, T) for T in decode_steps.SIZES} == {NEXT}
+    assert decode_steps.run(decoder, arms, 200, captured) == 0
+
+
+def steps_on_two_gpus(rank, folder):
+    """One of two processes: all of it, the separate arm through NCCL."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, device_id=device)
+    for config in (CONFIG, decode_steps.WIDE):
+        tp = TensorParallel.of(dist.group.WORLD, 64, config.hidden_size, device)
+        decoder = Decoder(config, device, tp)
+        for fused in (ARMS["fused"], dataclasses.replace(ARMS["fused"], side_stream=True), ARMS["here"]):
+            for captured in (False, True):
+                arms = [dataclasses.replace(ARMS["separate"], collective=Nccl()), fused]
+                assert decode_steps.run(decoder, arms, 200, captured) == 0, (config.hidden_size, fused, captured)
+                tp.workspace.check()
+        dist.barrier()
+        tp.workspace.destroy()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu2
+def test_200_decode_steps_on_two_gpus(tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    both = [context.Process(target=steps_on_two_gpus, args=(rank, tmp_path)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(timeout=400)
+    assert [process.exitcode for process in both] == [0, 0]
 
 
 def test_which_stage_is_whose():

@@ -15,6 +15,7 @@ from moetail.plan import (
     Reason,
     RoutedScale,
     WorldFacts,
+    measured,
     plan_tails,
 )
 
@@ -232,6 +233,21 @@ def test_a_drafter_may_have_its_own_group():
     assert plan_tails(layers, WORLD).place(0, 1) is NEXT
     with pytest.raises(ValueError, match="^stage_starts"):  # a stage of a drafter alone
         plan_tails(layers, replace(WORLD, stage_starts=(0, 3)))
+
+
+def test_what_a_gate_measured():
+    assert measured({}) == ()
+    slower = measured({8: True, 1: False, 32: False})
+    assert slower == (Measured(1, 1, False), Measured(2, 8, True), Measured(9, 32, False))
+    plan = plan_tails(model(at=0, measured=slower), WORLD)
+    assert [plan.place(0, T) for T in (1, 2, 8, 9, 16)] == [NEXT, EXPERTS, EXPERTS, NEXT, NEXT]
+    with pytest.raises(ValueError, match="^slower must be of calls of 1 token or more, got 0"):
+        measured({0: True})
+
+
+def test_a_lowered_limit_is_one_ranks_too():
+    plan = plan_tails(model(at=1, alone_max_tokens=9), replace(WORLD, tp=1))
+    assert [plan.lowered(0, 4).place(0, T) for T in (4, 5)] == [NEXT, HERE]
 
 
 def test_deepseek_v41():

@@ -70,9 +70,9 @@ class RecordingArm(Arm):
 def run(
     call: Attention | MoE, arm: Arm, plan: Plan, tp: TensorParallel, y: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """One sublayer's end, as the decoder runs it. `y`: where an attention's output lies instead."""
+    """One sublayer's end, as the decoder runs it. `y`: an attention's output instead, which a sum in place may change."""
     if isinstance(call, Attention):
-        return arm.boundary(Partial(call.y if y is None else y), tp, **call.streams)
+        return arm.boundary(Partial(call.y.clone() if y is None else y), tp, **call.streams)
     output: Output
     if not arm.fuses:
         routed = call.routed.finalize(None, TailSpec())
@@ -99,8 +99,10 @@ def measure(
     size = sum(call.routed.rows.numel() * 2 for call in calls if isinstance(call, MoE))
     sets = [[_copied(call) for call in calls] for _ in range(min(_MAX_SETS[device.type], 1 + _ROTATED_BYTES // size))]
 
+    zeros = torch.zeros_like(next(call.y for call in calls if isinstance(call, Attention)))
+
     def program(arm: Arm) -> Callable[[], None]:
-        y = None if arm.fuses else arm.collective.buffer
+        y = arm.collective.buffer if arm.collective.buffer is not None else zeros
 
         def all_calls() -> None:
             for one in sets:
