@@ -70,7 +70,7 @@ class RecordingArm(Arm):
 def run(
     call: Attention | MoE, arm: Arm, plan: Plan, tp: TensorParallel, y: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """One sublayer's end, as the decoder runs it. `y`: an attention's output instead, which a sum in place may change."""
+    """One sublayer's end, as the decoder runs it. `y`: instead of an attention's output; sums in place change it."""
     if isinstance(call, Attention):
         return arm.boundary(Partial(call.y.clone() if y is None else y), tp, **call.streams)
     output: Output
