@@ -8,7 +8,7 @@ from ranks import Ranks
 from typer.testing import CliRunner
 
 from moetail import cli
-from moetail.bench import deepseek_v41_step, forward
+from moetail.bench import deepseek_v41_step, deepseek_v41_tails, forward
 from moetail.bench.cases import parse_case
 from moetail.bench.deepseek_v41_step import DeepseekV41Model
 from moetail.bench.deepseek_v41_tails import Attention, MoE, RecordingArm
@@ -174,7 +174,7 @@ def test_two_stages(model):
     assert first == (0, 2, [(12, 4, 64), (12, 4)]) and last == (0, 2, [(4, 300), (12, 64)])
 
 
-def test_the_tails_of_a_step(model):
+def test_the_tails_of_a_step(model, monkeypatch):
     """Six attentions' and six layers' ends, two of which only finish, before an Engram."""
     step = model.build(parse_case("mix=30,8*1@128"), "real")
     recording = RecordingArm(False)
@@ -182,6 +182,22 @@ def test_the_tails_of_a_step(model):
     calls = recording.calls
     assert [type(call) for call in calls] == [Attention, MoE] * 6 and not recording.pending
     assert [call.streams is None for call in calls[1::2]] == [True, False, True, False, False, False]
+    handed = {}
+    for name in ("separate", "fused", "here"):
+        types = handed[name] = []
+
+        def boundary(self, output, tp, types=types, **streams):
+            types.append(type(output).__name__)
+            return (self.finished(output, tp),)
+
+        monkeypatch.setattr(Arm, "boundary", boundary)
+        for call in calls:
+            deepseek_v41_tails.run(call, step.arms[name], model.decoder.plan, model.tp)
+    monkeypatch.undo()
+    passed = ["Partial", "Partial", "MoEOutput"]
+    assert handed["separate"] == ["Partial"] * 10
+    assert handed["fused"] == [*passed, *passed, "Partial", "MoEOutput", "Partial", "Tensor"]
+    assert handed["here"] == [name.replace("MoEOutput", "Tensor") for name in handed["fused"]]
     tails = model.tails(step)
     assert set(tails.samples) == set(model.arms) and tails.layers == 6 and tails.T == 38
     assert torch.equal(step.context.lengths, step.lengths)

@@ -168,6 +168,18 @@ def test_two_stages_of_two_ranks():
         check_stages([results[rank], results[rank + 2]], 12, want)
 
 
+@pytest.mark.parametrize(("T", "same"), [(16, False), (17, True)])
+def test_the_control_above_the_limit_is_one_program(T, same):
+    """Arms `here` and `fused`: what a bench of them must call the same."""
+    decoder, texts, handed = Decoder(CONFIG, CPU, facts=facts()), tokens(T), []
+    for passes_on in (False, True):
+        arm = WatchedArm(True, passes_on)
+        hidden = decoder.forward(Packed.of(texts), decoder.context([len(text) for text in texts]), arm)
+        handed.append(([kind for *_, kind in arm.outputs], hidden))
+    assert (handed[0][0] == handed[1][0]) is same
+    assert_same_bits(handed[0][1], handed[1][1])
+
+
 def test_a_producer_that_gets_slower_when_deferred_is_declined(monkeypatch):
     """The seed's failure: the gate calls the step slower, and the plan that is told so defers no such call."""
     real, deferred = MoELayer.forward_unfinalized, []

@@ -52,9 +52,12 @@ class Parameters:
         def fill(i: int) -> None:
             result[i].copy_(make(self, names[i]))
 
-        workers = 1 if self.device.type == "cuda" else max(1, (os.cpu_count() or 1) // self.size)
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(fill, range(len(names))))
+        if self.device.type == "cuda":
+            for i in range(len(names)):
+                fill(i)
+        else:
+            with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.size)) as pool:
+                list(pool.map(fill, range(len(names))))
         return result
 
     def _generator(self, name: str) -> torch.Generator:
