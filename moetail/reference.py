@@ -126,11 +126,18 @@ def _mhc(
     for source in range(hc):
         mixed = mixed + res_mix[:, source, :, None] * streams[:, source, None]
     residual = mixed.to(y.dtype)
+    return mhc_collapse(residual, pre_mix=pre_mix, norm_weight=norm_weight, eps=eps), residual
+
+
+def mhc_collapse(
+    residual: torch.Tensor, *, pre_mix: torch.Tensor, norm_weight: torch.Tensor, eps: float
+) -> torch.Tensor:  # fmt: skip
+    """Definition of `moetail.mhc_collapse`: h; shapes, dtypes and errors are documented there."""
     weighted = pre_mix[:, :, None] * residual.float()
     collapsed = weighted[:, 0]
-    for stream in range(1, hc):
+    for stream in range(1, residual.shape[1]):
         collapsed = collapsed + weighted[:, stream]
-    return rms_norm(collapsed.to(y.dtype), norm_weight, eps), residual
+    return rms_norm(collapsed.to(residual.dtype), norm_weight, eps)
 
 
 def mhc_mixes(

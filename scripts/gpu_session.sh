@@ -17,7 +17,7 @@ tests 120 tests/test_all_reduce_norm.py tests/test_finalize_all_reduce_norm.py t
 tests 120 tests/test_finalize_norm.py tests/test_finalize_norm_triton.py tests/test_finalize_mhc.py tests/test_finalize_mhc_triton.py
 tests 120 tests/test_route.py tests/test_route_triton.py tests/test_permute.py tests/test_permute_triton.py
 tests 120 tests/test_grouped_gemm.py tests/test_grouped_gemm_triton.py tests/test_experts.py
-tests 120 tests/test_mhc.py tests/test_mhc_mixes.py tests/test_tails.py
+tests 120 tests/test_mhc.py tests/test_mhc_collapse.py tests/test_mhc_mixes.py tests/test_tails.py
 tests 120 tests/test_deepseek_v41.py tests/test_deepseek_v41_step.py tests/test_moe_block.py
 tests 240 tests/test_deferral.py
 run 60 python3 -m moetail.cli bench kernels --op finalize_norm --l2 warm --shape 1,6,5120 --shape 16,6,5120 --shape 8192,6,5120

@@ -7,11 +7,12 @@ import torch
 
 from moetail.models import deepseek_v41
 from moetail.models.deepseek_v41 import Decoder, Layer, Stream
-from moetail.models.hyper_connections import MixParameters, collapse, mixes, one_hot, post
+from moetail.models.hyper_connections import MixParameters, mixes, one_hot, post
 from moetail.models.parallel import TensorParallel
 from moetail.models.parameters import Parameters
 from moetail.models.tails import ARMS, Partial
-from moetail.reference import rms_norm, sinkhorn
+from moetail.ops.mhc_collapse import mhc_collapse
+from moetail.reference import sinkhorn
 from moetail.testing import assert_same_bits
 
 BF16 = torch.bfloat16
@@ -38,6 +39,12 @@ S2 = [[0.6484375, 0.64453125], [1.1640625, 0.5546875]]
 
 def bf16(values):
     return torch.tensor(values, dtype=BF16)
+
+
+def normed(S, pre):
+    """The norm of the collapse, all weights 1."""
+    ones = torch.ones(S.shape[2], dtype=BF16)
+    return mhc_collapse(S, pre_mix=pre, norm_weight=ones, eps=EPS)
 
 
 def near(got, want):
@@ -94,8 +101,8 @@ def test_a_layer_runs_example_a(monkeypatch, arm):  # pitfalls 2 and 7
 def test_post_and_collapse_of_example_a():
     S0, m = E.repeat(1, 2, 1), mixes(E.repeat(1, 2, 1), ATTN, EPS, HC_EPS, 20)
     assert_same_bits(post(Y_ATTN, S0, m.post, m.comb), bf16([S1]))
-    assert_same_bits(collapse(bf16([S1]), m.pre), bf16([[2.546875, 0.38867188]]))
-    assert_same_bits(collapse(bf16([S2]), torch.tensor([[0.6060205, 0.7252705]])), bf16([[1.234375, 0.79296875]]))
+    assert_same_bits(normed(bf16([S1]), m.pre), bf16([[1.3984375, 0.21289062]]))
+    assert_same_bits(normed(bf16([S2]), torch.tensor([[0.6060205, 0.7252705]])), bf16([[1.1875, 0.765625]]))
 
 
 def test_comb_is_source_by_target():  # pitfall 1: hc = 2 cannot show it
@@ -151,6 +158,6 @@ def test_the_norm_reads_the_rounded_collapse():  # pitfall 7
     c = (pre[:, :, None] * S.float()).sum(1)
     rounded = c.to(BF16).float()
     want = (rounded * torch.rsqrt(rounded.square().mean(1, keepdim=True) + EPS)).to(BF16)
-    got = rms_norm(collapse(S, pre), torch.ones(32, dtype=BF16), EPS)
+    got = normed(S, pre)
     assert_same_bits(got, want)
     assert (got != (c * torch.rsqrt(c.square().mean(1, keepdim=True) + EPS)).to(BF16)).any()

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "tuning": set(),
     "routing": set(),
     "plan": set(),
-    "models": {"comm", "contract", "layer", "models", "ops", "plan", "reference", "routing"},
+    "models": {"comm", "contract", "layer", "models", "ops", "plan", "routing"},
     "reference": {"numerics", "routing"},
     "layer": {"contract", "plan"},
     "experts": {"contract", "ops"},

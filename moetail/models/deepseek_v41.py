@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
-from moetail import reference
 from moetail.contract import TailSpec
 from moetail.models import deepseek_v41_facts, engram, hyper_connections
 from moetail.models.attention import AttentionParameters, Rotation, attention, frequencies
 from moetail.models.context import Context, Packed, Places
 from moetail.models.deepseek_v41_config import DeepseekV41Config
 from moetail.models.engram import EngramParameters
-from moetail.models.hyper_connections import Mixes, MixParameters, collapse, one_hot, post
+from moetail.models.hyper_connections import Mixes, MixParameters, one_hot, post
 from moetail.models.moe_block import MoEParameters, moe_layer, router
 from moetail.models.parallel import TensorParallel
 from moetail.models.parameters import Parameters
 from moetail.models.tails import Arm, Output, Partial
+from moetail.ops.mhc_collapse import mhc_collapse
 from moetail.plan import LayerFacts, Plan, WorldFacts, plan_tails
 from moetail.routing import Router
 
@@ -267,7 +267,7 @@ class Decoder:
 
     def _collapsed(self, stream: Stream, norm_weight: torch.Tensor) -> torch.Tensor:
         """With the bits of a boundary's."""
-        return reference.rms_norm(collapse(stream.S, stream.pre), norm_weight, self.config.rms_norm_eps)
+        return mhc_collapse(stream.S, pre_mix=stream.pre, norm_weight=norm_weight, eps=self.config.rms_norm_eps)
 
     def _moe(self, layer: Layer, x: torch.Tensor, arm: Arm, expert_ids: torch.Tensor | None) -> Output:
         plan = self._separate if not arm.fuses else self.plan if arm.passes_on else self._here

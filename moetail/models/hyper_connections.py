@@ -5,8 +5,8 @@
     c  = collapse(S', pre) the next sublayer's input, before its norm. `pre` comes from the mixes of S, one sublayer ago
 
 Rounding: S, y and c are bf16; the mixes and their parameters stay fp32; one rounding in `post` and one in `collapse`.
-Order: post * y first, then the streams, ascending. `post` and `collapse` are torch's, for where a stage or an Engram
-parts them; elsewhere `moetail.mhc` and its fused kin do both and the norm, with the same bits.
+Order: post * y first, then the streams, ascending. `post` is torch's, for where a stage or an Engram parts it from the
+collapse, which `moetail.mhc_collapse` then does; elsewhere `moetail.mhc` and its fused kin do both, with the same bits.
 """
 
 from __future__ import annotations
@@ -68,12 +68,4 @@ def post(y: torch.Tensor, S: torch.Tensor, weights: torch.Tensor, comb: torch.Te
     total = weights[:, :, None] * y[:, None].float()
     for i in range(S.shape[1]):
         total = total + comb[:, i, :, None] * S[:, i, None].float()
-    return total.to(S.dtype)
-
-
-def collapse(S: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
-    """[T, H]: the sum over i of pre[t, i] * S[t, i]."""
-    total = pre[:, 0, None] * S[:, 0].float()
-    for i in range(1, S.shape[1]):
-        total = total + pre[:, i, None] * S[:, i].float()
     return total.to(S.dtype)
