@@ -182,7 +182,7 @@ class DeepseekV41Model:
         dtypes = (str(t.dtype).removeprefix("torch.") for t in (moe.routed.rows, moe.routed.weights))
         # A side stream changes no tail.
         samples = {name: per_layer[name.removesuffix("_side")] for name in self.arms}
-        return Tails(samples, layers, T, K, H, *dtypes)
+        return Tails(samples, layers, T, K, H, *dtypes, note=f"separate sums over ranks by {step.collective}")
 
     def _row(self, case: Case, index: int, request: Request) -> _Row:
         """Random ids below the image tokens, the same on every rank and for every arm."""
