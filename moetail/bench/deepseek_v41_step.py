@@ -179,10 +179,10 @@ class DeepseekV41Model:
         moe = next(call for call in recording.calls if isinstance(call, MoE))
         assert moe.routed.weights is not None
         (T, K), H = moe.routed.row_map.shape, moe.shared.shape[1]
-        dtypes = (str(t.dtype).removeprefix("torch.") for t in (moe.routed.rows, moe.routed.weights))
+        rows, weights = (str(t.dtype).removeprefix("torch.") for t in (moe.routed.rows, moe.routed.weights))
         # A side stream changes no tail.
         samples = {name: per_layer[name.removesuffix("_side")] for name in self.arms}
-        return Tails(samples, layers, T, K, H, *dtypes, note=f"separate sums over ranks by {step.collective}")
+        return Tails(samples, layers, T, K, H, rows, weights, f"separate sums over ranks by {step.collective}")
 
     def _row(self, case: Case, index: int, request: Request) -> _Row:
         """Random ids below the image tokens, the same on every rank and for every arm."""

@@ -97,8 +97,9 @@ class Result:
             "differing_bits": self.differing_bits, "repeat_bits": self.repeat_bits, "graph_rms": self.graph_rms,
             "verdict": self.verdict.word, "why": self.verdict.why,
             "tail": None if tails is None else {
-                **{name: stats.summary(values) for name, values in tails.samples.items()}, "layers": tails.layers, "note": tails.note,
+                **{name: stats.summary(values) for name, values in tails.samples.items()}, "layers": tails.layers,
             },
+            **({"note": tails.note} if tails is not None and tails.note else {}),
             "ceiling_us": self.ceiling_us, "arrives": self.arrives,
             "grown": [{"kernel": d.name, "us": d.delta_us} for d in self.grown], "machine_state": self.machine_state,
         }  # fmt: skip
