@@ -132,9 +132,11 @@ def _mixes_kernel(
     total = tl.where(i < HC, tl.sum(e, axis=1), 1.0)
     comb = tl.where(here, e / total[:, None] + hc_eps, 0.0)
     comb = comb / (tl.sum(comb, axis=0) + hc_eps)[None, :]
-    for _ in range(1, iterations):
+    step = 1
+    while step < iterations:  # not range: Triton 3.6's interpreter cannot make one of tensors (numpy 2.4)
         comb = comb / (tl.sum(comb, axis=1) + hc_eps)[:, None]
         comb = comb / (tl.sum(comb, axis=0) + hc_eps)[None, :]
+        step += 1
     tl.store(out + at, comb, mask=here)
 
 
