@@ -16,6 +16,9 @@ from moetail.ops.finalize import finalize
 from moetail.ops.finalize_mhc import finalize_mhc
 from moetail.ops.finalize_norm import finalize_norm
 from moetail.ops.grouped_gemm import block_for, grouped_gemm
+from moetail.ops.mhc import mhc
+from moetail.ops.mhc_collapse import mhc_collapse
+from moetail.ops.mhc_mixes import mhc_mixes
 from moetail.ops.permute import permute
 from moetail.ops.route import route
 from moetail.plan import plan_tails
@@ -47,6 +50,9 @@ __all__ = [
     "finalize_mhc",
     "finalize_norm",
     "grouped_gemm",
+    "mhc",
+    "mhc_collapse",
+    "mhc_mixes",
     "permute",
     "plan_tails",
     "reference",

@@ -104,10 +104,17 @@ class MoELayer(torch.nn.Module):
             )
         return self._unfinalized(hidden)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, H], finished here wherever the plan would have finished it: a caller that wants a tensor gets one."""
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, H], finished here wherever the plan would have finished it: a caller that wants a tensor gets one.
+
+        out  [T, H]: where this rank's finished part is written, for a collective that reads it there. Only where the
+             plan finalizes in the experts and there are shared experts, whose add writes it
+        """
         if self.plan.place(self.index, hidden.shape[0]) is Place.EXPERTS:
-            return self._separately(hidden)
+            return self._separately(hidden, out)
+        if out is not None:
+            where = self.plan.range_of(self.index, hidden.shape[0])
+            raise ValueError(f"out must be None where one op finishes the call, got a tensor: {where}")
         return self._unfinalized(hidden).complete()
 
     def _unfinalized(self, hidden: torch.Tensor) -> MoEOutput:
@@ -116,7 +123,7 @@ class MoELayer(torch.nn.Module):
         routed = self.experts(hidden, ids, weights)
         return MoEOutput(routed, self._join_shared(shared), self.tail)
 
-    def _separately(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _separately(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """Finalize, add, sum over ranks: three steps, and as many launches of the experts as they need."""
         shared = self._fork_shared(hidden)
         weights, ids = self.router(hidden)
@@ -128,7 +135,7 @@ class MoELayer(torch.nn.Module):
         ]
         y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         joined = self._join_shared(shared)
-        y = y if joined is None else y + joined
+        y = y if joined is None else torch.add(y, joined, out=out)
         w = self.tail.workspace
         if w is None or w.world_size == 1:
             return y

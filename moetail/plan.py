@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 COVERAGE = ("stale", "heuristic", "bucket", "exact")  # `tuning.HOW`, from worst to best
@@ -48,10 +48,10 @@ class Reason(enum.Enum):
     SEVERAL_LAUNCHES = "the call needs several launches of the experts"
     MEASURED_SLOWER = "deferring was measured slower at this size"
     WORSE_COVERAGE = "the experts' tuning covers the deferred call worse than the finalized one"
-    ONE_RANK = "one rank: there is no all-reduce that the next layer could fuse"
     LAST_LAYER = "last layer of the model"
     LAST_OF_STAGE = "last local layer of the pipeline stage"
     BEFORE_ENGRAM = "the next layer's Engram reads the finished state"
+    ONE_RANK = "one rank: there is no all-reduce that the next layer could fuse"
     NEXT_TAKES_NONE = "the next layer's boundary takes finished input only"
     ABOVE_LIMIT = "more tokens than the next layer's boundary takes"
     NEXT_TAKES_IT = "the next layer's boundary finalizes"
@@ -64,6 +64,18 @@ class Measured:
     min_T: int
     max_T: int
     slower: bool
+
+
+def measured(slower: Mapping[int, bool]) -> tuple[Measured, ...]:
+    """What a gate said of deferring calls of some sizes (T: whether the step got slower), as a layer's `measured`. A
+    size speaks for those above the next smaller one; of calls larger than all, nothing is known.
+
+    Raises: ValueError for a size below 1.
+    """
+    sizes = sorted(slower)
+    if sizes and sizes[0] < 1:
+        raise ValueError(f"slower must be of calls of 1 token or more, got {sizes[0]}")
+    return tuple(Measured(before + 1, T, slower[T]) for before, T in zip([0, *sizes], sizes, strict=False))
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,8 @@ class LayerFacts:
     hidden_padding       columns that a row of the experts' output has beyond H
     padding_is_stride    the padding lies behind each row's H columns, so that a row stride skips it
     boundary_max_tokens  the most tokens that this layer's boundary takes unfinalized from the layer before; 0: none
+    alone_max_tokens     the same at one rank, where the boundary has no all-reduce: 0, unless it has more to fuse, as
+                         residual streams do
     has_engram           the boundary hands the finished state to an Engram
     tp_group             the name of the group that its output is summed over
     measured             overrides `coverage` where it says something: coverage only predicts
@@ -102,6 +116,7 @@ class LayerFacts:
     lora_on_w2: bool = False
     weights_on_input: bool = False
     boundary_max_tokens: int = 0
+    alone_max_tokens: int = 0
     has_engram: bool = False
     is_drafter: bool = False
     tp_group: str = "tp"
@@ -174,7 +189,11 @@ class Plan:
         if layer + 1 == len(self.layers):
             return self
         after = self.layers[layer + 1]
-        after = replace(after, boundary_max_tokens=min(after.boundary_max_tokens, next_layer_max_tokens))
+        after = replace(
+            after,
+            boundary_max_tokens=min(after.boundary_max_tokens, next_layer_max_tokens),
+            alone_max_tokens=min(after.alone_max_tokens, next_layer_max_tokens),
+        )
         return plan_tails((*self.layers[: layer + 1], after, *self.layers[layer + 2 :]), self.world)
 
     def folded(self) -> list[tuple[int, int, tuple[Range, ...]]]:
@@ -211,7 +230,7 @@ def _ranges(layer: LayerFacts, after: LayerFacts | None, world: WorldFacts) -> t
     if not layer.is_moe:
         return ()
     starts = {0}
-    for last in (layer.experts_max_tokens, after.boundary_max_tokens if after else None):
+    for last in (layer.experts_max_tokens, _taken(after, world) if after else None):
         if last is not None:
             starts.add(last + 1)
     intervals: list[Measured | Covered] = [*layer.measured, *layer.coverage]
@@ -232,7 +251,7 @@ def _decide(layer: LayerFacts, after: LayerFacts | None, world: WorldFacts, T: i
     kept = _kept_in_experts(layer, world, T)
     if kept is not None:
         return Place.EXPERTS, kept
-    here = _not_passed_on(layer, after, world, T)
+    here = _not_passed_on(after, world, T)
     if here is not None:
         return Place.MOE_LAYER, here
     return Place.NEXT_LAYER, Reason.NEXT_TAKES_IT
@@ -266,18 +285,22 @@ def _kept_in_experts(layer: LayerFacts, world: WorldFacts, T: int) -> Reason | N
     return None
 
 
-def _not_passed_on(layer: LayerFacts, after: LayerFacts | None, world: WorldFacts, T: int) -> Reason | None:
-    if world.tp == 1:
-        return Reason.ONE_RANK
+def _not_passed_on(after: LayerFacts | None, world: WorldFacts, T: int) -> Reason | None:
     if after is None:
         return Reason.LAST_LAYER
     if after.index in world.stage_starts:
         return Reason.LAST_OF_STAGE
     if after.has_engram:
         return Reason.BEFORE_ENGRAM
-    if after.boundary_max_tokens == 0:
-        return Reason.NEXT_TAKES_NONE
-    return Reason.ABOVE_LIMIT if after.boundary_max_tokens < T else None
+    most = _taken(after, world)
+    if most == 0:
+        return Reason.ONE_RANK if world.tp == 1 else Reason.NEXT_TAKES_NONE
+    return Reason.ABOVE_LIMIT if most < T else None
+
+
+def _taken(after: LayerFacts, world: WorldFacts) -> int:
+    """The most tokens that the boundary of `after` takes unfinalized."""
+    return after.alone_max_tokens if world.tp == 1 else after.boundary_max_tokens
 
 
 def _check_world(world: WorldFacts) -> None:
@@ -319,17 +342,16 @@ def _check_layer(layer: LayerFacts) -> None:
                     f"{field.name} must be {field.default} {where}, which has no experts, "
                     f"got {getattr(layer, field.name)}"
                 )
-    for name in ("hidden_padding", "boundary_max_tokens"):
+    for name in ("hidden_padding", "boundary_max_tokens", "alone_max_tokens"):
         if not _is_count(getattr(layer, name)):
             raise ValueError(f"{name} must be 0 or more {where}, got {getattr(layer, name)!r}")
     most = layer.experts_max_tokens
     if most is not None and not (_is_count(most) and most > 0):
         raise ValueError(f"experts_max_tokens must be 1 or more, or None, {where}, got {most!r}")
-    for reader in ("has_engram", "is_drafter"):
-        if getattr(layer, reader) and layer.boundary_max_tokens:
+    for reader, name in itertools.product(("has_engram", "is_drafter"), ("boundary_max_tokens", "alone_max_tokens")):
+        if getattr(layer, reader) and getattr(layer, name):
             raise ValueError(
-                f"boundary_max_tokens must be 0 {where}, which reads the finished state ({reader}), "
-                f"got {layer.boundary_max_tokens}"
+                f"{name} must be 0 {where}, which reads the finished state ({reader}), got {getattr(layer, name)}"
             )
     _check_intervals("measured", layer.measured, where)
     _check_intervals("coverage", layer.coverage, where)

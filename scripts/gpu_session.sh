@@ -20,7 +20,9 @@ tests 120 tests/test_quant_out.py
 tests 120 tests/test_route.py tests/test_route_triton.py tests/test_permute.py tests/test_permute_triton.py tests/test_tuning.py
 tests 120 tests/test_grouped_gemm.py tests/test_grouped_gemm_triton.py tests/test_experts.py
 tests 150 tests/test_tune.py tests/test_block.py tests/test_transformers_triton.py
+tests 120 tests/test_mhc.py tests/test_mhc_collapse.py tests/test_mhc_mixes.py tests/test_tails.py
 tests 120 tests/test_deepseek_v41.py tests/test_deepseek_v41_step.py tests/test_moe_block.py
+tests 240 tests/test_deferral.py
 run 60 python3 -m moetail.cli bench kernels --op finalize_norm --l2 warm --shape 1,6,5120 --shape 16,6,5120 --shape 8192,6,5120
 run 60 python3 -m moetail.cli bench kernels --op finalize_mhc --l2 warm --shape 1,6,5120 --shape 16,6,5120 --shape 8192,6,5120
 run 60 python3 -m moetail.cli bench kernels --op finalize_norm_fp8 --l2 warm --shape 1,6,5120 --shape 16,6,5120 --shape 8192,6,5120

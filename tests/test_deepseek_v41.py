@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import Ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
+from watched_arm import WatchedArm
 
 from moetail.models.context import Packed
 from moetail.models.deepseek_v41 import Decoder, Stream
@@ -14,7 +15,8 @@ from moetail.models.deepseek_v41_config import FLASH, small
 from moetail.models.hyper_connections import one_hot
 from moetail.models.parallel import TensorParallel
 from moetail.models.parameters import Parameters
-from moetail.models.tails import TAILS, recorded
+from moetail.models.tails import ARMS
+from moetail.plan import Place
 from moetail.testing import assert_same_bits
 
 CPU = torch.device("cpu")
@@ -33,13 +35,13 @@ def ids(*lengths, seed=0):
 PROMPTS = ids(20, 5, 11)
 
 
-def per_layer(tail, tp=None, texts=PROMPTS):
+def per_layer(arm, tp=None, texts=PROMPTS):
     """The stream behind every layer of one step, and the final hidden states: a stage a layer."""
     streams = []
     for index in LAYERS:
         stage = Decoder(CONFIG, CPU, tp, range(index, index + 1))
         context = stage.context([len(text) for text in texts])
-        streams.append(stage.forward_stage(Packed.of(texts), context, tail, streams[-1] if streams else None))
+        streams.append(stage.forward_stage(Packed.of(texts), context, arm, streams[-1] if streams else None))
     return [t for s in streams for t in (s.S, s.pre)] + [stage.hidden(streams[-1])]
 
 
@@ -50,7 +52,7 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def one_rank():
-    return per_layer(TAILS["separate"])
+    return per_layer(ARMS["separate"])
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="W{}".format)
@@ -95,14 +97,14 @@ def test_every_layer_is_the_oracles(one_rank, decoder):
 
 
 def test_both_arms_have_the_same_bits(one_rank):
-    for fused, separate in zip(per_layer(TAILS["fused"]), one_rank, strict=True):
+    for fused, separate in zip(per_layer(ARMS["fused"]), one_rank, strict=True):
         assert_same_bits(fused, separate)
 
 
 def on_ranks(group):
     tp = TensorParallel.of(group, 64, CONFIG.hidden_size, CPU)
     assert (tp.rank, tp.size) == (group.rank(), group.size())
-    return [per_layer(tail, tp) for tail in TAILS.values()]
+    return [per_layer(arm, tp) for arm in ARMS.values()]
 
 
 def test_ranks_both_arms_and_every_rank_have_the_same_bits(ranks, decoder, one_rank):  # pitfall 11
@@ -119,12 +121,12 @@ def test_ranks_both_arms_and_every_rank_have_the_same_bits(ranks, decoder, one_r
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_two_stages_have_the_bits_of_one(decoder, cut):  # pitfall 12; at 1 and 3 the second stage begins with an Engram
     step, sizes = Packed.of(PROMPTS), [len(text) for text in PROMPTS]
-    want = decoder.forward(step, decoder.context(sizes), TAILS["fused"])
+    want = decoder.forward(step, decoder.context(sizes), ARMS["fused"])
     first, last = Decoder(CONFIG, CPU, stage=range(cut)), Decoder(CONFIG, CPU, stage=range(cut, len(LAYERS)))
-    stream = first.forward_stage(step, first.context(sizes), TAILS["fused"])
-    got = last.forward_stage(step, last.context(sizes), TAILS["fused"], stream)
+    stream = first.forward_stage(step, first.context(sizes), ARMS["fused"])
+    got = last.forward_stage(step, last.context(sizes), ARMS["fused"], stream)
     assert_same_bits(last.hidden(got), want)
-    without_pre = last.forward_stage(step, last.context(sizes), TAILS["fused"], Stream(stream.S, one_hot(stream.S)))
+    without_pre = last.forward_stage(step, last.context(sizes), ARMS["fused"], Stream(stream.S, one_hot(stream.S)))
     assert (last.hidden(without_pre) != want).any()
 
 
@@ -133,14 +135,14 @@ def fixed_experts(positions):
     return (positions[:, None] * 5 + torch.arange(CONFIG.num_experts_per_tok)).to(torch.int32) % CONFIG.n_routed_experts
 
 
-def stepwise(decoder, texts, cuts, tail=TAILS["fused"]):
+def stepwise(decoder, texts, cuts, arm=ARMS["fused"]):
     """The final hidden states of each request, its text cut after so many tokens: one packed step a cut."""
     context = decoder.context([max(len(text) for text in texts)] * len(texts))
     parts = [[] for _ in texts]
     for first, end in zip((0, *cuts), (*cuts, None), strict=True):
         queries = [text[first:end] for text in texts]
         positions = torch.cat([torch.arange(len(text))[first:end] for text in texts])
-        hidden = decoder.forward(Packed.of(queries, fixed_experts(positions)), context, tail)
+        hidden = decoder.forward(Packed.of(queries, fixed_experts(positions)), context, arm)
         for part, rows in zip(parts, hidden.split([len(q) for q in queries]), strict=True):
             part.append(rows)
     assert context.lengths.tolist() == [len(text) for text in texts]
@@ -164,21 +166,20 @@ def test_a_step_can_be_taken_again(decoder):
     texts = ids(40, 29, 21)
     context = decoder.context([20, 4, 3])
     for first in range(0, 18, 2):
-        decoder.forward(Packed.of([t[first : first + 2] for t in texts]), context, TAILS["fused"])
+        decoder.forward(Packed.of([t[first : first + 2] for t in texts]), context, ARMS["fused"])
     lengths, step = context.lengths.clone(), Packed.of([texts[0][18:38], texts[1][18:22], texts[2][18:21]])
-    first = decoder.forward(step, context, TAILS["fused"])
+    first = decoder.forward(step, context, ARMS["fused"])
     assert (context.lengths - lengths).tolist() == [20, 4, 3]
     for _ in range(2):
         context.lengths.copy_(lengths)
-        assert_same_bits(decoder.forward(step, context, TAILS["separate"]), first)
+        assert_same_bits(decoder.forward(step, context, ARMS["separate"]), first)
 
 
 def test_the_routing_of_a_step_can_be_given(decoder):
-    step = Packed.of(PROMPTS, fixed_experts(torch.arange(36)))
-    seen = []
-    decoder.forward(step, decoder.context([20, 5, 11]), recorded(TAILS["fused"], seen))
-    assert len(seen) == len(LAYERS)
-    for routed, _ in seen:
+    step, arm = Packed.of(PROMPTS, fixed_experts(torch.arange(36))), WatchedArm(True)
+    decoder.forward(step, decoder.context([20, 5, 11]), arm)
+    assert len(arm.routed) == len(LAYERS)
+    for routed in arm.routed:
         by_expert = step.expert_ids.reshape(-1)[routed.row_map.reshape(-1).long().argsort()]
         assert by_expert.tolist() == sorted(by_expert.tolist())
 
@@ -188,18 +189,17 @@ def test_the_drafter_is_a_layer_of_its_own():  # pitfalls 10 and 11
     decoder = Decoder(CONFIG, CPU, with_drafter=True)
     assert decoder.drafter.moe.gate.shape[0] == CONFIG.dspark_n_routed_experts
     assert decoder.drafter.window_only and decoder.drafter.engram is None
-    S, seen = torch.randn(20, 4, 64).to(torch.bfloat16), []
+    S, arms = torch.randn(20, 4, 64).to(torch.bfloat16), [WatchedArm(fuses) for fuses in (False, True)]
     step = Packed.of([PROMPTS[0]])
-    got = [
-        decoder.forward_drafter(step, decoder.drafter_context([20]), recorded(tail, seen), S) for tail in TAILS.values()
-    ]
+    got = [decoder.forward_drafter(step, decoder.drafter_context([20]), arm, S) for arm in arms]
     assert_same_bits(*got)
-    assert seen[0][0].row_map.shape == (20, CONFIG.dspark_num_experts_per_tok)
+    assert arms[1].routed[0].row_map.shape == (20, CONFIG.dspark_num_experts_per_tok)
+    assert arms[1].outputs == [(6, Place.EXPERTS, "Tensor")]  # it never asks
     want, pre, margins = naive.layer(S, one_hot(S), PROMPTS[0].tolist(), decoder.drafter, CONFIG)
     for t in (t for t in range(20) if margins[t] > 0.01):
         assert relative_rms(got[0][t], naive.rms(pre[t] @ want[t]) * decoder.norm) < 0.02
     with pytest.raises(ValueError, match="^with_drafter must be True"):
-        Decoder(CONFIG, CPU).forward_drafter(step, decoder.drafter_context([20]), TAILS["fused"], S)
+        Decoder(CONFIG, CPU).forward_drafter(step, decoder.drafter_context([20]), ARMS["fused"], S)
 
 
 def gathered_logits(group, hidden):
@@ -216,9 +216,9 @@ def test_logits_are_gathered_in_rank_order(ranks, decoder, one_rank):
 def test_a_step_reads_no_value_on_the_host(decoder):
     """What a CUDA graph needs. A fake tensor has a shape and no value: whoever asks for one fails."""
     step, context = Packed.of(PROMPTS), decoder.context([20, 5, 11])
-    for tail in TAILS.values():
+    for arm in ARMS.values():
         with FakeTensorMode(allow_non_fake_inputs=True):
-            assert decoder.logits(decoder.forward(step, context, tail)).shape == (36, CONFIG.vocab_size)
+            assert decoder.logits(decoder.forward(step, context, arm)).shape == (36, CONFIG.vocab_size)
 
 
 def numel(part):
@@ -239,8 +239,8 @@ def test_the_released_size_without_its_memory(monkeypatch):
         decoder = Decoder(dataclasses.replace(FLASH, num_hidden_layers=2), CPU, with_drafter=True)
         step = Packed((5, 3), *(torch.zeros(8, dtype=torch.int64) for _ in range(3)))
         context, S = decoder.context([5, 3]), torch.empty(8, 4, 5120, dtype=torch.bfloat16)
-        hidden = decoder.forward(step, context, TAILS["fused"])
-        drafted = decoder.forward_drafter(step, decoder.drafter_context([5, 3]), TAILS["separate"], S)
+        hidden = decoder.forward(step, context, ARMS["fused"])
+        drafted = decoder.forward_drafter(step, decoder.drafter_context([5, 3]), ARMS["separate"], S)
         assert (hidden.shape, drafted.shape, decoder.logits(hidden).shape) == ((8, 5120), (8, 5120), (8, 129280))
     plain, with_engram = decoder.layers
     assert round(numel(plain) * 40 / 1e9, 1) == 550.2
@@ -251,15 +251,15 @@ def test_the_released_size_without_its_memory(monkeypatch):
 def test_what_it_refuses(decoder):
     step = Packed.of(PROMPTS)
     with pytest.raises(ValueError, match="^step must have at most 4 tokens of request 1, got 5"):
-        decoder.forward(step, decoder.context([20, 4, 11]), TAILS["fused"])
+        decoder.forward(step, decoder.context([20, 4, 11]), ARMS["fused"])
     with pytest.raises(ValueError, match="^step must have 2 requests, got 3"):
-        decoder.forward(step, decoder.context([20, 5]), TAILS["fused"])
+        decoder.forward(step, decoder.context([20, 5]), ARMS["fused"])
     stream = Stream(torch.zeros(36, 4, 64, dtype=torch.bfloat16), torch.zeros(36, 4))
     with pytest.raises(ValueError, match="^entering must be None on the stage"):
-        decoder.forward_stage(step, decoder.context([20, 5, 11]), TAILS["fused"], stream)
+        decoder.forward_stage(step, decoder.context([20, 5, 11]), ARMS["fused"], stream)
     last = Decoder(CONFIG, CPU, stage=range(5, 6))
     with pytest.raises(ValueError, match="^entering must be a Stream on the stage"):
-        last.forward_stage(step, last.context([20, 5, 11]), TAILS["fused"])
+        last.forward_stage(step, last.context([20, 5, 11]), ARMS["fused"])
     for stage in (range(2, 9), range(3, 3), range(0, 4, 2)):
         with pytest.raises(ValueError, match="^stage must be a range within 6 layers"):
             Decoder(CONFIG, CPU, stage=stage)

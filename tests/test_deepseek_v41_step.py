@@ -8,12 +8,14 @@ from ranks import Ranks
 from typer.testing import CliRunner
 
 from moetail import cli
-from moetail.bench import deepseek_v41_step, forward
+from moetail.bench import deepseek_v41_step, deepseek_v41_tails, forward
 from moetail.bench.cases import parse_case
 from moetail.bench.deepseek_v41_step import DeepseekV41Model
+from moetail.bench.deepseek_v41_tails import Attention, MoE, RecordingArm
 from moetail.models import deepseek_v41_config
 from moetail.models.context import Packed
-from moetail.models.tails import TAILS
+from moetail.models.tails import ARMS, Arm
+from moetail.plan import Place, WorldFacts, plan_tails
 from moetail.testing import assert_same_bits
 
 CPU = torch.device("cpu")
@@ -51,31 +53,36 @@ def test_every_kind_of_case_has_the_same_bits(routing, cases, tmp_path):
 
 
 def test_a_wrong_bit_of_an_arm_is_found(monkeypatch):
-    wrong = lambda *inputs: torch.nextafter(TAILS["separate"](*inputs), torch.tensor(9.0, dtype=torch.bfloat16))  # noqa: E731
-    monkeypatch.setitem(deepseek_v41_step.TAILS, "fused", wrong)
-    monkeypatch.setattr(DeepseekV41Model, "tails", lambda *_: None)
-    result = run("--case", "prefill=16", "--rounds", 4)
+    real = Arm.boundary
+
+    def wrong(self, output, tp, **streams):
+        h, residual = real(self, output, tp, **streams)
+        return (torch.nextafter(h, torch.tensor(9.0, dtype=h.dtype)) if self.fuses else h), residual
+
+    monkeypatch.setattr(Arm, "boundary", wrong)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeepseekV41Model, "tails", lambda *_: None)
+        result = run("--case", "prefill=16", "--rounds", 4)
     assert result.exit_code == cli.SLOWER and "bits differ: no speed counts" in result.output
-    monkeypatch.undo()
-    monkeypatch.setitem(deepseek_v41_step.TAILS, "fused", wrong)
     result = run("--case", "prefill=16", "--rounds", 4)
     assert result.exit_code == cli.FAILED and "tails of the arms differ" in " ".join(result.output.split())
 
 
 def test_the_arm_in_use_runs_and_no_other(model, monkeypatch):
-    ran = []
-    for arm, tail in TAILS.items():
-        monkeypatch.setitem(TAILS, arm, lambda *inputs, arm=arm, tail=tail: ran.append(arm) or tail(*inputs))
-    model.use("fused")
+    ran, real = [], Arm.moe
+    monkeypatch.setattr(Arm, "moe", lambda self, layer, x: ran.append(self) or real(self, layer, x))
     step = model.build(parse_case("x=2*1@9"), "real")
-    step.forward()
-    assert set(ran) == {"fused"}
-    ran.clear()
-    model.use("separate")
-    step.restore()
-    step.forward()
-    assert ran == ["separate"] * 6
-    with pytest.raises(ValueError, match="^arm must be one of separate, fused, got 'stock'$"):
+    for name in ("fused", "separate", "here_side"):
+        model.use(name)
+        ran.clear()
+        step.restore()
+        step.forward()
+        assert ran == [step.arms[name]] * 6
+    assert [(arm.fuses, arm.passes_on, arm.side_stream) for arm in map(step.arms.get, model.arms)] == [
+        (False, True, False), (True, True, False), (True, False, False),
+        (False, True, True), (True, True, True), (True, False, True),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="^arm must be one of separate, fused, here, .* got 'stock'$"):
         model.use("stock")
 
 
@@ -122,8 +129,8 @@ def test_the_context_that_is_left_out_is_out_of_reach(model):
     older = torch.randint(0, 290, (39,))
     context = model.decoder.context([51])
     for part in (older, row.prefix):
-        model.decoder.forward_stage(Packed.of([part]), context, TAILS["fused"])
-    want = model.decoder.forward(step.packed, context, TAILS["fused"])
+        model.decoder.forward_stage(Packed.of([part]), context, ARMS["fused"])
+    want = model.decoder.forward(step.packed, context, ARMS["fused"])
     torch.testing.assert_close(trimmed, want)
 
 
@@ -151,14 +158,66 @@ def test_two_ranks():
         assert ranks.run(bench_on_ranks) == [(0, 2, 20)] * 2
 
 
+def bench_of_stages(group):
+    model = deepseek_v41_step.small_two_stages(CPU)
+    assert (model.tp.size, model.pipeline.stage, model.pipeline.size) == (1, group.rank(), 2)
+    settings = forward.Settings(("separate", "fused"), rounds=4)
+    result = forward.run_case(model, parse_case("mix=9,3*1@30"), settings, model.ranks)
+    step = model.build(parse_case("mix=9,3*1@30"), "real")
+    return result.differing_bits, result.world_size, [tuple(t.shape) for t in step.forward()]
+
+
+def test_two_stages(model):
+    """The first sends its streams; the last has the logits and the hidden states of the model that is one stage."""
+    with Ranks(2) as ranks:
+        first, last = ranks.run(bench_of_stages)
+    assert first == (0, 2, [(12, 4, 64), (12, 4)]) and last == (0, 2, [(4, 300), (12, 64)])
+
+
+def test_the_tails_of_a_step(model, monkeypatch):
+    """Six attentions' and six layers' ends, two of which only finish, before an Engram."""
+    step = model.build(parse_case("mix=30,8*1@128"), "real")
+    recording = RecordingArm(False)
+    model.decoder.forward(step.packed, step.context, recording)
+    calls = recording.calls
+    assert [type(call) for call in calls] == [Attention, MoE] * 6 and not recording.pending
+    assert [call.streams is None for call in calls[1::2]] == [True, False, True, False, False, False]
+    handed = {}
+    for name in ("separate", "fused", "here"):
+        types = handed[name] = []
+
+        def boundary(self, output, tp, types=types, **streams):
+            types.append(type(output).__name__)
+            return (self.finished(output, tp),)
+
+        monkeypatch.setattr(Arm, "boundary", boundary)
+        for call in calls:
+            deepseek_v41_tails.run(call, step.arms[name], model.decoder.plan, model.tp)
+    monkeypatch.undo()
+    passed = ["Partial", "Partial", "MoEOutput"]
+    assert handed["separate"] == ["Partial"] * 10
+    assert handed["fused"] == [*passed, *passed, "Partial", "MoEOutput", "Partial", "Tensor"]
+    assert handed["here"] == [name.replace("MoEOutput", "Tensor") for name in handed["fused"]]
+    tails = model.tails(step)
+    assert set(tails.samples) == set(model.arms) and tails.layers == 6 and tails.T == 38
+    assert torch.equal(step.context.lengths, step.lengths)
+
+
 def test_the_full_size_model_is_the_released_one_but_for_its_depth_and_table(monkeypatch):
     made = []
     monkeypatch.setattr(deepseek_v41_step, "Decoder", lambda config, *a, **k: made.append((config, k)))
-    deepseek_v41_step.flash_4_layers(CPU)
-    config, options = made[0]
-    changed = {name for name, value in vars(config).items() if value != getattr(deepseek_v41_config.FLASH, name)}
-    assert changed == {"num_hidden_layers", "engram_vocab_size"} and options["engram_on_cpu"]
-    assert config.num_hidden_layers == 4
+    for make in (
+        deepseek_v41_step.flash_4_layers,
+        deepseek_v41_step.flash_8_layers,
+        deepseek_v41_step.flash_4_limit_16,
+    ):
+        make(CPU)
+    for config, options in made:
+        changed = {name for name, value in vars(config).items() if value != getattr(deepseek_v41_config.FLASH, name)}
+        assert changed == {"num_hidden_layers", "engram_vocab_size"} and options["engram_on_cpu"]
+    assert [config.num_hidden_layers for config, _ in made] == [4, 8, 4]
+    plan = plan_tails(made[2][1]["facts"], WorldFacts(4096))
+    assert [plan.place(2, T) for T in (16, 17)] == [Place.NEXT_LAYER, Place.MOE_LAYER]
 
 
 @pytest.mark.gpu

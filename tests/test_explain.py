@@ -31,14 +31,14 @@ def test_deepseek_v41_at_four_ranks():
     result = run("deepseek-v4.1-flash", "--tp", 4, "--pp", 2, "--max-tokens", 4096)
     assert rows(result) == [
         ("0", "0-4096", "here 19.97 us the next layer's Engram reads the finished state"),
-        ("1-12", "0-16", "in the next layer 0.08 us the next layer's boundary finalizes"),
-        ("1-12", "17-4096", "here 19.97 us more tokens than the next layer's boundary takes"),
+        ("1-12", "0-256", "in the next layer 1.25 us the next layer's boundary finalizes"),
+        ("1-12", "257-4096", "here 19.97 us more tokens than the next layer's boundary takes"),
         ("13", "0-4096", "here 19.97 us the next layer's Engram reads the finished state"),
-        ("14-18", "0-16", "in the next layer 0.08 us the next layer's boundary finalizes"),
-        ("14-18", "17-4096", "here 19.97 us more tokens than the next layer's boundary takes"),
+        ("14-18", "0-256", "in the next layer 1.25 us the next layer's boundary finalizes"),
+        ("14-18", "257-4096", "here 19.97 us more tokens than the next layer's boundary takes"),
         ("19", "0-4096", "here 19.97 us last local layer of the pipeline stage"),
-        ("20-38", "0-16", "in the next layer 0.08 us the next layer's boundary finalizes"),
-        ("20-38", "17-4096", "here 19.97 us more tokens than the next layer's boundary takes"),
+        ("20-38", "0-256", "in the next layer 1.25 us the next layer's boundary finalizes"),
+        ("20-38", "257-4096", "here 19.97 us more tokens than the next layer's boundary takes"),
         ("39", "0-4096", "here 19.97 us last layer of the model"),
         ("40", "0-4096", "in the experts - a drafter layer never asks its experts to stop early"),
     ]
@@ -47,8 +47,8 @@ def test_deepseek_v41_at_four_ranks():
 
 def test_the_estimate_follows_the_bandwidth():
     # two rows of 5120 bf16 columns for each of 1000 tokens
-    (row,) = [r for r in rows(run("deepseek-v4.1-flash", "--max-tokens", 1000, "--tb-per-s", 2)) if r[0] == "0-39"]
-    assert row[2].startswith(f"here {2 * 1000 * 5120 * 2 / 2e6:.2f} us one rank")
+    (row,) = [r for r in rows(run("deepseek-v4.1-flash", "--max-tokens", 1000, "--tb-per-s", 2)) if r[0] == "1-12"]
+    assert row[2].startswith(f"in the next layer {2 * 1000 * 5120 * 2 / 2e6:.2f} us")
 
 
 def test_deepseek_v41_needs_no_transformers():

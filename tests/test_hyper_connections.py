@@ -7,10 +7,12 @@ import torch
 
 from moetail.models import deepseek_v41
 from moetail.models.deepseek_v41 import Decoder, Layer, Stream
-from moetail.models.dense import rms_norm
-from moetail.models.hyper_connections import MixParameters, collapse, mixes, one_hot, post, sinkhorn
+from moetail.models.hyper_connections import MixParameters, mixes, one_hot, post
 from moetail.models.parallel import TensorParallel
 from moetail.models.parameters import Parameters
+from moetail.models.tails import ARMS, Partial
+from moetail.ops.mhc_collapse import mhc_collapse
+from moetail.reference import sinkhorn
 from moetail.testing import assert_same_bits
 
 BF16 = torch.bfloat16
@@ -39,6 +41,12 @@ def bf16(values):
     return torch.tensor(values, dtype=BF16)
 
 
+def normed(S, pre):
+    """The norm of the collapse, all weights 1."""
+    ones = torch.ones(S.shape[2], dtype=BF16)
+    return mhc_collapse(S, pre_mix=pre, norm_weight=ones, eps=EPS)
+
+
 def near(got, want):
     """The digits that the example has."""
     assert got.dtype == torch.float32
@@ -57,41 +65,44 @@ def test_the_mixes_of_example_a():  # pitfalls 3, 5 and 6
     near(m.comb, [[[0.6930531, 0.3069459], [0.3069460, 0.6930531]]])
 
 
-def test_a_layer_runs_example_a(monkeypatch):  # pitfalls 2 and 7
+@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS)
+def test_a_layer_runs_example_a(monkeypatch, arm):  # pitfalls 2 and 7
     """The decoder's own layer, around sublayers that return what the example pretends."""
     inputs = []
 
-    def attention(x, *_):
+    def attention(x, *_, **__):
         inputs.append(x)
         return Y_ATTN
 
-    def moe(x, *_):
+    def moe(self, layer, x, *_):
         inputs.append(x)
-        return None, Y_FFN
+        return Partial(Y_FFN)
 
     monkeypatch.setattr(deepseek_v41, "attention", attention)
-    monkeypatch.setattr(deepseek_v41, "moe", moe)
+    monkeypatch.setattr(Decoder, "_moe", moe)
     decoder = Decoder.__new__(Decoder)
     decoder.tp, decoder.norm = TensorParallel(), torch.ones(2, dtype=BF16)
     decoder.config = SimpleNamespace(
         rms_norm_eps=EPS, hc_eps=HC_EPS, hc_sinkhorn_iters=20, routed_scaling_factor=1.5, swiglu_limit=10.0
     )
     ones = torch.ones(2, dtype=BF16)
-    layer = Layer(ones, ones, ATTN, FFN, None, None, None, None, True)
+    layer = Layer(0, ones, ones, ATTN, FFN, None, None, None, None, True)
     S0 = E.repeat(1, 2, 1)
-    out = decoder._run(layer, Stream(S0, one_hot(S0)), None, None, {True: None}, lambda routed, shared, tp: shared)
+    handed = decoder._run(layer, Stream(S0, one_hot(S0)), None, None, {True: None}, arm)
+    out = decoder._finished(handed, arm)
     assert_same_bits(inputs[0], bf16([[1.265625, -0.6328125]]))
     assert_same_bits(inputs[1], bf16([[1.3984375, 0.21289062]]))
     assert_same_bits(out.S, bf16([S2]))
     near(out.pre, [[0.6060205, 0.7252705]])
     assert_same_bits(decoder.hidden(out), bf16([[1.1875, 0.765625]]))
+    assert_same_bits(decoder._normed(handed, arm), bf16([[1.1875, 0.765625]]))
 
 
 def test_post_and_collapse_of_example_a():
     S0, m = E.repeat(1, 2, 1), mixes(E.repeat(1, 2, 1), ATTN, EPS, HC_EPS, 20)
     assert_same_bits(post(Y_ATTN, S0, m.post, m.comb), bf16([S1]))
-    assert_same_bits(collapse(bf16([S1]), m.pre), bf16([[2.546875, 0.38867188]]))
-    assert_same_bits(collapse(bf16([S2]), torch.tensor([[0.6060205, 0.7252705]])), bf16([[1.234375, 0.79296875]]))
+    assert_same_bits(normed(bf16([S1]), m.pre), bf16([[1.3984375, 0.21289062]]))
+    assert_same_bits(normed(bf16([S2]), torch.tensor([[0.6060205, 0.7252705]])), bf16([[1.1875, 0.765625]]))
 
 
 def test_comb_is_source_by_target():  # pitfall 1: hc = 2 cannot show it
@@ -147,6 +158,6 @@ def test_the_norm_reads_the_rounded_collapse():  # pitfall 7
     c = (pre[:, :, None] * S.float()).sum(1)
     rounded = c.to(BF16).float()
     want = (rounded * torch.rsqrt(rounded.square().mean(1, keepdim=True) + EPS)).to(BF16)
-    got = rms_norm(collapse(S, pre), torch.ones(32, dtype=BF16), EPS)
+    got = normed(S, pre)
     assert_same_bits(got, want)
     assert (got != (c * torch.rsqrt(c.square().mean(1, keepdim=True) + EPS)).to(BF16)).any()

@@ -147,6 +147,15 @@ def test_numerics_that_round_once_cannot_be_added_separately():
     assert_same_bits(parts.layer(PLANS[Place.MOE_LAYER], tail)(x), parts.by_hand(x, numerics=Numerics.SINGLE_ROUNDING))
 
 
+def test_where_the_part_is_written():
+    parts, x, out = Parts(), hidden_of(5), torch.full((5, H), 9.0).bfloat16()
+    got = parts.layer(PLANS[Place.EXPERTS])(x, out=out)
+    assert got is out
+    assert_same_bits(out, parts.by_hand(x))
+    with pytest.raises(ValueError, match="^out must be None where one op finishes the call, got a tensor: 0-40 tokens"):
+        parts.layer(PLANS[Place.MOE_LAYER])(x, out=out)
+
+
 def test_modules_are_registered():
     mlp = torch.nn.Linear(H, H, bias=False, dtype=torch.bfloat16)
     parts = Parts()

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "routing": set(),
     "coverage": {"models", "ops", "plan", "tuning"},
     "plan": set(),
-    "models": {"comm", "contract", "models", "ops", "plan", "routing"},
+    "models": {"comm", "contract", "layer", "models", "ops", "plan", "routing"},
     "reference": {"numerics", "quantization", "routing"},
     "layer": {"contract", "plan"},
     "experts": {"contract", "ops"},
@@ -32,8 +32,8 @@ MAY_IMPORT = {
     "ops": {"numerics", "quantization", "reference", "routing", "ops", "tuning"},
     "comm": {"numerics", "quantization", "reference", "ops", "tuning", "comm"},
     "integrations": {"comm", "contract", "experts", "numerics", "ops", "reference", "integrations", "models", "plan"},
-    "bench": {"bench", "comm", "contract", "coverage", "experts", "guards", "integrations", "models", "numerics"}
-    | {"ops", "quantization", "reference", "routing", "testing", "tuning"},
+    "bench": {"bench", "comm", "contract", "coverage", "experts", "guards", "integrations", "layer", "models"}
+    | {"numerics", "ops", "plan", "quantization", "reference", "routing", "testing", "tuning"},
     "cli": {"bench", "cli", "conformance", "coverage", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
     | {"integrations", "quantization"},

@@ -3,16 +3,28 @@
 import pytest
 import torch
 
+from moetail.contract import TailSpec
+from moetail.models import deepseek_v41_facts
 from moetail.models.deepseek_v41_config import small
 from moetail.models.dense import swiglu
-from moetail.models.moe_block import MoEParameters, expert_rows, moe, router
+from moetail.models.moe_block import MoEParameters, expert_rows, moe_layer, router
 from moetail.models.parameters import Parameters
 from moetail.ops.route import route
+from moetail.plan import WorldFacts, plan_tails
 from moetail.testing import assert_same_bits
 
 BF16 = torch.bfloat16
 CONFIG = small()
 LIMIT, ROUTER = 10.0, router(3, CONFIG)
+
+
+PLAN = plan_tails(deepseek_v41_facts.layers(CONFIG), WorldFacts(64))
+
+
+def moe(x, p, router, limit, expert_ids=None):
+    """The rows and the shared expert's output, of a layer whose calls go into the next."""
+    routed, shared, _ = moe_layer(p, router, limit, PLAN, 1, TailSpec(), expert_ids).forward_unfinalized(x).take()
+    return routed, shared
 
 
 @pytest.fixture(scope="module")

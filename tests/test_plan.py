@@ -15,6 +15,7 @@ from moetail.plan import (
     Reason,
     RoutedScale,
     WorldFacts,
+    measured,
     plan_tails,
 )
 
@@ -62,6 +63,14 @@ TABLE = {
     "last layer": (model(), WORLD, 2, [(0, 100, HERE, R.LAST_LAYER)]),
     "last layer, drafter behind": (drafted(), WORLD, 2, [(0, 100, HERE, R.LAST_LAYER)]),
     "one rank": (model(), replace(WORLD, tp=1), 0, [(0, 100, HERE, R.ONE_RANK)]),
+    "one rank, a boundary with more to fuse": (
+        model(at=1, alone_max_tokens=9), replace(WORLD, tp=1), 0,
+        [(0, 9, NEXT, R.NEXT_TAKES_IT), (10, 100, HERE, R.ABOVE_LIMIT)],
+    ),
+    "several ranks, a boundary that takes more alone": (model(at=1, alone_max_tokens=99), WORLD, 0, PASSED_ON),
+    "one rank, before Engram": (
+        model(at=1, has_engram=True, boundary_max_tokens=0), replace(WORLD, tp=1), 0, [(0, 100, HERE, R.BEFORE_ENGRAM)],
+    ),
     "one rank, experts cannot stop": (
         model(at=0, can_stop=False), replace(WORLD, tp=1), 0, [(0, 100, EXPERTS, R.CANNOT_STOP)],
     ),
@@ -226,20 +235,36 @@ def test_a_drafter_may_have_its_own_group():
         plan_tails(layers, replace(WORLD, stage_starts=(0, 3)))
 
 
+def test_what_a_gate_measured():
+    assert measured({}) == ()
+    slower = measured({8: True, 1: False, 32: False})
+    assert slower == (Measured(1, 1, False), Measured(2, 8, True), Measured(9, 32, False))
+    plan = plan_tails(model(at=0, measured=slower), WORLD)
+    assert [plan.place(0, T) for T in (1, 2, 8, 9, 16)] == [NEXT, EXPERTS, EXPERTS, NEXT, NEXT]
+    with pytest.raises(ValueError, match="^slower must be of calls of 1 token or more, got 0"):
+        measured({0: True})
+
+
+def test_a_lowered_limit_is_one_ranks_too():
+    plan = plan_tails(model(at=1, alone_max_tokens=9), replace(WORLD, tp=1))
+    assert [plan.lowered(0, 4).place(0, T) for T in (4, 5)] == [NEXT, HERE]
+
+
 def test_deepseek_v41():
     facts = deepseek_v41_facts.facts()
     plan = plan_tails(facts.layers, WorldFacts(8192, tp=4, stage_starts=facts.stage_starts(2)))
     assert len(facts.layers) == 41 and all(layer.is_moe for layer in facts.layers)
-    not_passed_on = {i: plan.range_of(i, 16).reason for i in range(41) if plan.place(i, 16) is not NEXT}
+    not_passed_on = {i: plan.range_of(i, 256).reason for i in range(41) if plan.place(i, 256) is not NEXT}
     assert not_passed_on == {
         0: R.BEFORE_ENGRAM, 13: R.BEFORE_ENGRAM, 19: R.LAST_OF_STAGE, 39: R.LAST_LAYER, 40: R.DRAFTER,
     }  # fmt: skip
-    assert {plan.place(i, 17) for i in range(40)} == {HERE}
+    assert {plan.place(i, 257) for i in range(40)} == {HERE}
     assert [(first, last) for first, last, _ in plan.folded()] == [
         (0, 0), (1, 12), (13, 13), (14, 18), (19, 19), (20, 38), (39, 39), (40, 40),
     ]  # fmt: skip
     one = plan_tails(facts.layers, WorldFacts(8192))
-    assert {one.place(i, T) for i in range(40) for T in (0, 1, 8192)} == {HERE}
+    for T in (0, 1, 8192):  # the streams are worth fusing with on one rank too
+        assert [i for i in range(40) if one.place(i, T) is not NEXT] == [0, 13, 39]
     with pytest.raises(ValueError, match="^pp must cut deepseek-v4.1-flash at layers 1, 2, 8, 14, 20 only, got 4"):
         facts.stage_starts(4)
 

@@ -103,6 +103,7 @@ class Result:
             "tail": None if tails is None else {
                 **{name: stats.summary(values) for name, values in tails.samples.items()}, "layers": tails.layers,
             },
+            **({"note": tails.note} if tails is not None and tails.note else {}),
             "ceiling_us": self.ceiling_us, "arrives": self.arrives,
             "grown": [{"kernel": d.name, "us": d.delta_us} for d in self.grown],
             "rest_us": self.rest_us, "machine_state": self.machine_state,

@@ -52,7 +52,7 @@ class Tails:
     """What one MoE layer's tail takes alone, in microseconds.
 
     `samples`: by arm, the model's baseline first. It may also hold "masks", which that first arm runs besides its tail
-    and no other arm does. `layers`: how many MoE layers there are.
+    and no other arm does. `layers`: how many MoE layers there are. `note`: what the baseline's are made of.
     """
 
     samples: dict[str, list[float]]
@@ -62,6 +62,7 @@ class Tails:
     H: int
     dtype: str
     weights_dtype: str
+    note: str = ""
 
     def gain_us(self, baseline: str, ours: str) -> float:
         """What a step gains from `baseline` to `ours` if all of it arrives: medians, over all layers."""

@@ -88,18 +88,20 @@ class Rotation:
 
 
 def attention(
-    x: torch.Tensor, p: AttentionParameters, kv: torch.Tensor, places: Places, rotation: Rotation, eps: float
-) -> torch.Tensor:
-    """x [T, H] -> this rank's part of the output [T, H]. Writes the tokens' rows of `kv` [rows, head_dim]."""
+    x: torch.Tensor, p: AttentionParameters, kv: torch.Tensor, places: Places, rotation: Rotation, eps: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, H] -> this rank's part of the output [T, H], `out` if given. Writes the tokens' rows of `kv` [rows,
+    head_dim]."""
     T, dim = len(x), kv.shape[1]
     q, new = functional.linear(x, p.wqkv_a).split((len(p.q_norm), dim), dim=-1)
     q = functional.linear(rms_norm(q, p.q_norm, eps), p.wq_b).view(T, -1, dim)
     kv[places.rows] = rotation.apply(rms_norm(new, p.kv_norm, eps))
-    out = windowed(rotation.apply(q), kv[places.window_rows], places.exists, p.sink)
-    out = rotation.apply(out, back=True)
+    seen = windowed(rotation.apply(q), kv[places.window_rows], places.exists, p.sink)
+    seen = rotation.apply(seen, back=True)
     groups = p.wo_a.shape[0]
-    low = torch.bmm(out.view(T, groups, -1).transpose(0, 1), p.wo_a.transpose(1, 2))  # [groups, T, o_lora]
-    return functional.linear(low.transpose(0, 1).reshape(T, -1), p.wo_b)
+    low = torch.bmm(seen.view(T, groups, -1).transpose(0, 1), p.wo_a.transpose(1, 2))  # [groups, T, o_lora]
+    return torch.mm(low.transpose(0, 1).reshape(T, -1), p.wo_b.T, out=out)
 
 
 def windowed(q: torch.Tensor, keys: torch.Tensor, exists: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:

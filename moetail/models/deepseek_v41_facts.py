@@ -10,38 +10,43 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moetail.models import ExpertsFacts, ModelFacts
+from moetail.models.deepseek_v41_config import FLASH, DeepseekV41Config
 from moetail.plan import LayerFacts
 from moetail.routing import Router
 
 NAME = "deepseek-v4.1-flash"
-LAYERS = 40
-H = 5120
-E = 384
-K = 6
-I = 2304  # noqa: E741  intermediate size of one expert, as everywhere here
-DRAFTER_E, DRAFTER_K = 128, 3
-ENGRAM_LAYERS = (1, 14)
 # Layers share their KV and their index with earlier ones, so a stage may start at these only.
 STAGE_CUTS = (1, 2, 8, 14, 20)
-# What vLLM's fused boundary takes, whose one-shot exchange is made for it. Ours is to be measured.
-BOUNDARY_MAX_TOKENS = 16
+# What a boundary takes unfinalized. Across ranks, what one push carries well: above, the link's bytes decide, and the
+# layer's own all-reduce overlaps them. On one rank nothing is sent, so any number is taken.
+BOUNDARY_MAX_TOKENS = 256
+ALONE_MAX_TOKENS = 2**20
 
 
-def facts(boundary_max_tokens: int = BOUNDARY_MAX_TOKENS) -> ModelFacts:
-    """The model's layers and one drafter layer; `boundary_max_tokens`: what a boundary without an Engram takes."""
+def facts() -> ModelFacts:
+    """The released model's."""
+    E, K, H, I = FLASH.n_routed_experts, FLASH.num_experts_per_tok, FLASH.hidden_size, FLASH.moe_intermediate_size  # noqa: E741
+    drafter_E, drafter_K = FLASH.dspark_n_routed_experts, FLASH.dspark_num_experts_per_tok
+    experts = (
+        ExpertsFacts(E, K, H, I, Router.DEEPSEEK_V4),
+        ExpertsFacts(drafter_E, drafter_K, H, I, replace(Router.DEEPSEEK_V4, top_k=drafter_K), is_drafter=True),
+    )
+    return ModelFacts(NAME, layers(FLASH), K, H, STAGE_CUTS, experts)
+
+
+def layers(
+    config: DeepseekV41Config, boundary_max_tokens: int = BOUNDARY_MAX_TOKENS, alone_max_tokens: int = ALONE_MAX_TOKENS
+) -> tuple[LayerFacts, ...]:
+    """A model's layers and one drafter layer. The limits are those of a boundary without an Engram."""
     model = tuple(
         LayerFacts(
             index,
             can_stop=True,
             has_shared_experts=True,
-            has_engram=index in ENGRAM_LAYERS,
-            boundary_max_tokens=0 if index in ENGRAM_LAYERS else boundary_max_tokens,
+            has_engram=index in config.engram_layer_ids,
+            boundary_max_tokens=0 if index in config.engram_layer_ids else boundary_max_tokens,
+            alone_max_tokens=0 if index in config.engram_layer_ids else alone_max_tokens,
         )
-        for index in range(LAYERS)
+        for index in range(config.num_hidden_layers)
     )
-    drafter = LayerFacts(LAYERS, can_stop=True, has_shared_experts=True, is_drafter=True)
-    experts = (
-        ExpertsFacts(E, K, H, I, Router.DEEPSEEK_V4),
-        ExpertsFacts(DRAFTER_E, DRAFTER_K, H, I, replace(Router.DEEPSEEK_V4, top_k=DRAFTER_K), is_drafter=True),
-    )
-    return ModelFacts(NAME, (*model, drafter), K, H, STAGE_CUTS, experts)
+    return (*model, LayerFacts(len(model), can_stop=True, has_shared_experts=True, is_drafter=True))

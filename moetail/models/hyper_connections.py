@@ -1,11 +1,12 @@
-"""mHC: the residual stream of `hc` copies, in its single-pass ("shifted") form. The definition, in torch.
+"""mHC: the residual stream of `hc` copies, in its single-pass ("shifted") form.
 
     mixes(S)               pre, post, comb, of the S that the sublayer takes as its residual
     S' = post(y, S, ..)    after the sublayer, whose output is y
     c  = collapse(S', pre) the next sublayer's input, before its norm. `pre` comes from the mixes of S, one sublayer ago
 
 Rounding: S, y and c are bf16; the mixes and their parameters stay fp32; one rounding in `post` and one in `collapse`.
-Order: post * y first, then the streams, ascending.
+Order: post * y first, then the streams, ascending. `post` is torch's, for where a stage or an Engram parts it from the
+collapse, which `moetail.mhc_collapse` then does; elsewhere `moetail.mhc` and its fused kin do both, with the same bits.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from moetail.models.parameters import Parameters
-
-POST_MULTIPLIER = 2.0
+from moetail.ops.mhc_mixes import mhc_mixes
 
 
 @dataclass(frozen=True)
@@ -57,29 +57,10 @@ def one_hot(S: torch.Tensor) -> torch.Tensor:
 
 def mixes(S: torch.Tensor, p: MixParameters, rms_eps: float, hc_eps: float, iterations: int) -> Mixes:
     """S [T, hc, H] bf16. One statistic a token, over all of hc * H."""
-    T, hc, _ = S.shape
-    f = S.reshape(T, -1).float()
-    m = (f @ p.fn.T) * torch.rsqrt(f.square().mean(-1, keepdim=True) + rms_eps)
-    pre, post, comb = m.split((hc, hc, hc * hc), dim=-1)
-    base_pre, base_post, base_comb = p.base.split((hc, hc, hc * hc))
-    return Mixes(
-        torch.sigmoid(pre * p.scale[0] + base_pre) + hc_eps,
-        POST_MULTIPLIER * torch.sigmoid(post * p.scale[1] + base_post),
-        sinkhorn((comb * p.scale[2] + base_comb).view(T, hc, hc), hc_eps, iterations),
-    )
-
-
-def sinkhorn(A: torch.Tensor, eps: float, iterations: int) -> torch.Tensor:
-    """A [.., source, target] -> comb, whose targets each sum to 1 over the sources.
-
-    The softmax is the first row step; the last step is a column step.
-    """
-    comb = torch.softmax(A, dim=-1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    return comb
+    pre, post, comb = mhc_mixes(
+        S, p.fn, p.base, p.scale, rms_eps=rms_eps, hc_eps=hc_eps, iterations=iterations
+    )  # fmt: skip
+    return Mixes(pre, post, comb)
 
 
 def post(y: torch.Tensor, S: torch.Tensor, weights: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
@@ -87,12 +68,4 @@ def post(y: torch.Tensor, S: torch.Tensor, weights: torch.Tensor, comb: torch.Te
     total = weights[:, :, None] * y[:, None].float()
     for i in range(S.shape[1]):
         total = total + comb[:, i, :, None] * S[:, i, None].float()
-    return total.to(S.dtype)
-
-
-def collapse(S: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
-    """[T, H]: the sum over i of pre[t, i] * S[t, i]."""
-    total = pre[:, 0, None] * S[:, 0].float()
-    for i in range(1, S.shape[1]):
-        total = total + pre[:, i, None] * S[:, i].float()
     return total.to(S.dtype)

@@ -1,4 +1,4 @@
-"""A MoE block up to its tail: router, routed experts that stop after their second GEMM, shared expert.
+"""A MoE block: router, routed experts that stop after their second GEMM, shared expert, as a `MoELayer`.
 
 The experts always return expert-sorted rows without their weights; who weights, un-permutes and adds them is the tail's
 business (`tails.py`).
@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from moetail.contract import UnfinalizedMoEOutput
+from moetail.contract import TailSpec, UnfinalizedMoEOutput
+from moetail.layer import MoELayer
 from moetail.models.deepseek_v41_config import DeepseekV41Config
 from moetail.models.dense import product_f32, swiglu
 from moetail.models.parameters import Parameters
 from moetail.ops.permute import permute
 from moetail.ops.route import route
+from moetail.plan import Plan
 from moetail.routing import Router
 
 
@@ -61,18 +63,26 @@ def router(top_k: int, config: DeepseekV41Config) -> Router:
     return Router(top_k, "sqrtsoftplus", renormalize=True, routed_scale=config.routed_scaling_factor)
 
 
-def moe(
-    x: torch.Tensor, p: MoEParameters, router: Router, limit: float, expert_ids: torch.Tensor | None = None
-) -> tuple[UnfinalizedMoEOutput, torch.Tensor]:
-    """x [T, H] -> the routed experts' rows and the shared expert's output [T, H]: this rank's part of both.
+def moe_layer(
+    p: MoEParameters, router: Router, limit: float, plan: Plan, index: int, tail: TailSpec,
+    expert_ids: torch.Tensor | None = None, shared_stream: torch.cuda.Stream | None = None,
+) -> MoELayer:  # fmt: skip
+    """These parameters as a MoELayer, which holds none of its own: making one costs a few microseconds on the host.
 
     expert_ids  [T, K] int32: where the tokens go whatever the router chose; the weights stay the router's
     """
-    weights, ids = route(product_f32(x, p.gate.T), router, p.bias)
-    if expert_ids is not None:
-        ids = expert_ids
-    shared = functional.linear(swiglu(functional.linear(x, p.shared_w13), limit), p.shared_w2)
-    return expert_rows(x, ids, weights, p.w13, p.w2, limit), shared
+
+    def chosen(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = route(product_f32(hidden, p.gate.T), router, p.bias)
+        return weights, ids if expert_ids is None else expert_ids
+
+    def experts(hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> UnfinalizedMoEOutput:
+        return expert_rows(hidden, topk_ids, topk_weights, p.w13, p.w2, limit)
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(swiglu(functional.linear(x, p.shared_w13), limit), p.shared_w2)
+
+    return MoELayer(chosen, experts, (shared,), plan=plan, index=index, tail=tail, shared_stream=shared_stream)
 
 
 def expert_rows(

@@ -45,3 +45,17 @@ class TensorParallel:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x, group=self.group)
         return torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """How separate kernels sum over ranks: here by `moetail.all_reduce`, which has its bits at any number of ranks.
+
+    buffer  [T, H], where a partial should be written so that no copy is needed; None: anywhere
+    """
+
+    buffer: torch.Tensor | None = None
+
+    def all_reduce(self, x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+        """[T, H] on every rank. May be `buffer`, which the next partial overwrites."""
+        return tp.all_reduce(x)

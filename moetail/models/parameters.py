@@ -1,7 +1,7 @@
-"""Random parameters by name: a name and a seed give the same tensor on every rank, stage and device.
+"""Random parameters by name: a name and a seed give the same tensor on every rank and stage.
 
-A tensor is made whole, on the CPU, and then cut to this rank's part, so that one model is one whatever the number of
-ranks.
+A tensor is made whole on its device, whose own generator decides (a GPU's numbers are not a CPU's), and then cut to
+this rank's part, so that one model is one whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -29,12 +29,12 @@ class Parameters:
     def normal(
         self, name: str, *shape: int, std: float, mean: float = 0.0, dtype: torch.dtype = BF16, split: int | None = None
     ) -> torch.Tensor:
-        whole = torch.empty(shape).normal_(mean, std, generator=self._generator(name))
-        return self._part(whole, split).to(self.device, dtype).contiguous()
+        whole = torch.empty(shape, device=self.device).normal_(mean, std, generator=self._generator(name))
+        return self._part(whole, split).to(dtype).contiguous()
 
     def uniform(self, name: str, *shape: int, low: float, high: float) -> torch.Tensor:
         """fp32, the same on every rank."""
-        return (torch.rand(shape, generator=self._generator(name)) * (high - low) + low).to(self.device)
+        return torch.rand(shape, generator=self._generator(name), device=self.device) * (high - low) + low
 
     def linear(self, name: str, out: int, inner: int, split: int | None = None) -> torch.Tensor:
         """A weight [out, inner] that keeps the variance of its input."""
@@ -45,24 +45,24 @@ class Parameters:
         return self.normal(name, *shape, std=0.1, mean=1.0)
 
     def stacked(self, names: list[str], make: Callable[[Parameters, str], torch.Tensor]) -> torch.Tensor:
-        """[len(names), ..]: `make(parameters on the CPU, name)` of each, side by side on all cores.
-
-        A layer's experts at full size are 13.6 billion numbers, a minute and a half on one core.
-        """
-        on_cpu = replace(self, device=torch.device("cpu"))
-        first = make(on_cpu, names[0])
+        """[len(names), ..]: `make(parameters, name)` of each, on a CPU side by side on all cores."""
+        first = make(self, names[0])
         result = torch.empty(len(names), *first.shape, dtype=first.dtype, device=self.device)
 
         def fill(i: int) -> None:
-            result[i].copy_(make(on_cpu, names[i]))
+            result[i].copy_(make(self, names[i]))
 
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.size)) as pool:
-            list(pool.map(fill, range(len(names))))
+        if self.device.type == "cuda":
+            for i in range(len(names)):
+                fill(i)
+        else:
+            with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.size)) as pool:
+                list(pool.map(fill, range(len(names))))
         return result
 
     def _generator(self, name: str) -> torch.Generator:
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        return torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
 
     def _part(self, whole: torch.Tensor, split: int | None) -> torch.Tensor:
         if split is None:
