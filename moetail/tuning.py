@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# (GPU, ranks) -> the most tokens that cross the link in one shot: more go in two (`comm/two_shot_triton.py`).
+ONE_SHOT_TOKENS: dict[tuple[str, int], int] = {}  # none measured yet
+
 SCHEMA = 1
 PACKAGED = Path(__file__).resolve().parent / "configs"
 
@@ -89,6 +92,15 @@ def buckets(key: Key) -> tuple[Bucket, ...]:
             stacklevel=2,
         )
     return ()
+
+
+def one_shot_tokens(gpu: str, world_size: int) -> int:
+    """The table's answer, the same on every rank of a group.
+
+    Where nothing was measured a guess: two shots send 2/W of the bytes of one, for one more trip over the link, about
+    3 us. 1024 / W tokens of 5120 elements are about 5 MB a rank in one shot, 13 us of an H200's link.
+    """
+    return ONE_SHOT_TOKENS.get((gpu, world_size), 1024 // world_size)
 
 
 def config_files() -> list[Path]:
