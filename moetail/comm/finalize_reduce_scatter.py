@@ -84,13 +84,12 @@ def _cuda(*args):  # noqa: ANN002, ANN202
 def _fake(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, control, group, rank,  # noqa: ANN001, ANN202
           world_size, max_tokens, one_gpu):  # fmt: skip # noqa: ANN001
     local._check_rank(rows, row_map)
-    local._check(
-        rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, local._new_out(rows, row_map)
-    )  # fmt: skip
-    T = row_map.shape[0]
+    T, H = row_map.shape[0], rows.shape[1]
+    like_all = rows.new_empty(1, H).expand(T, H)  # the check is of an output of every token
+    local._check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, like_all)
     if T % world_size != 0:
         raise ValueError(f"row_map must have a number of tokens that {world_size} ranks can share, got T={T}")
-    return rows.new_empty(T // world_size, rows.shape[1])
+    return rows.new_empty(T // world_size, H)
 
 
 torch.library.define("moetail::finalize_reduce_scatter", f"({local._ARGS}, {WORKSPACE_ARGS}) -> Tensor")
