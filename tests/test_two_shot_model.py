@@ -3,21 +3,21 @@
 import pytest
 from two_shot_model import Model, Protocol
 
-R, S, O = "reduce", "scatter", "other"
+R, S, N = "reduce", "scatter", "other"
 # name: (ranks, programs of a rank, lag, (op, tiles) of each call)
 HOLDS = {
-    "two-ranks": (2, 1, 9, ((R, 4), (R, 2), (O, 0), (R, 4))),
+    "two-ranks": (2, 1, 9, ((R, 4), (R, 2), (N, 0), (R, 4))),
     "scatters": (2, 1, 9, ((S, 4), (S, 4), (S, 4), (R, 2))),
     "stages-follow-closely": (2, 1, 1, ((R, 6), (S, 6), (R, 4))),
-    "stages-together": (2, 1, 0, ((R, 8), (S, 6), (O, 0), (S, 4), (R, 8))),
+    "stages-together": (2, 1, 0, ((R, 8), (S, 6), (N, 0), (S, 4), (R, 8))),
     "two-programs": (2, 2, 1, ((R, 5), (S, 4), (R, 3))),
     "three-ranks": (3, 1, 9, ((R, 1), (S, 1), (R, 1))),
     "three-ranks-two-tiles": (3, 1, 9, ((S, 2), (S, 2))),
-    "three-ranks-three-tiles": (3, 1, 9, ((R, 3), (O, 0))),
+    "three-ranks-three-tiles": (3, 1, 9, ((R, 3), (N, 0))),
 }
 FAILS = {
     "one-inbox": (Protocol(inbox_phases=1), ((S, 2), (S, 2), (S, 2)), "took a value of call 2 for one of call 1"),
-    "no-headers": (Protocol(headers=False), ((S, 1), (O, 0), (S, 1)), "took a value of call 3 for one of call 1"),
+    "no-headers": (Protocol(headers=False), ((S, 1), (N, 0), (S, 1)), "took a value of call 3 for one of call 1"),
     "flags-before-data": (Protocol(released=False), ((R, 2),), "took a value of call 0 for one of call 1"),
     "results-before-parts": (
         Protocol(awaits=False, headers=False),

@@ -4,8 +4,9 @@ A rank runs programs side by side, each a list of atomic steps in order. A store
 flight until a delivery step of its own, in any order between addresses and in order for one address. A release is
 delivered only after all that its program stored before it. A wait blocks until its word is the number of the call; a
 read takes what is there. A call ends when all programs of the rank are done; stores may then still be in flight.
-Tile x belongs to rank x % W and is the work of program x // W % programs, the stages `lag` rounds apart (9: all apart). "other" is any call that touches only the
-headers of this memory: one-shot calls, calls without tokens.
+Tile x belongs to rank x % W and is the work of program x // W % programs; the stages follow each other `lag` rounds
+apart, 9 being far. "other" is any call that touches only the headers of this memory: one-shot calls, calls without
+tokens.
 The model covers interleavings, not the memory orders of a GPU: those are for stress tests on one.
 """
 

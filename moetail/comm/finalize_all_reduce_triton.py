@@ -2,12 +2,12 @@
 finished partial, to the sum over ranks [T, H] on every rank, and on to the next layer's input.
 
 Here in one shot; calls of more tokens than a static table says go to `two_shot_triton.py`. A call has a number, counted
-on the device; its parity names one of two phases of every inbox. A program finalizes its tiles and stores them, rounded,
-into its slot of every rank's inbox (its own too). Only then does it poll its own inbox, tile by tile, until no element
-is the sentinel, adds the ranks in rank order in fp32, and stores the sentinel back: what is read is cleared by its only
-reader, so calls may change size. Two phases suffice: a rank writes phase p again only after it has seen every rank's
-push of the call between, and no rank pushes before its own earlier call has ended (tests/lamport_model.py walks all
-interleavings).
+on the device; its parity names one of two phases of every inbox. A program finalizes its tiles and stores them,
+rounded, into its slot of every rank's inbox (its own too). Only then does it poll its own inbox, tile by tile, until no
+element is the sentinel, adds the ranks in rank order in fp32, and stores the sentinel back: what is read is cleared by
+its only reader, so calls may change size. Two phases suffice: a rank writes phase p again only after it has seen every
+rank's push of the call between, and no rank pushes before its own earlier call has ended (tests/lamport_model.py walks
+all interleavings).
 
 Each call also pushes a header, so that ranks that do not make the same call are told, in graph replays too. A wait is
 bounded. On a fault the status word is set, for good: the output is NaN, and later calls push nothing and return NaN.
