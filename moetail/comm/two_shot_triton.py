@@ -79,8 +79,8 @@ def heuristic(W: int, H: int, epilogue: str) -> TwoShotConfig:
     """The config of every call: T is no part of it.
 
     A guess, nothing of this kernel is measured yet. The prototype's best was tile 1, block 1024, 4 warps, 4 programs
-    (H200, two ranks, H 5120: 266 us at 8192 tokens, 408 with larger tiles and blocks). Fewer programs where 128 registers
-    a thread would spill (sm_90, Triton 3.9): 232 bytes at eight ranks, 136 in the norm at four.
+    (H200, two ranks, H 5120: 266 us at 8192 tokens, 408 with larger tiles and blocks). Fewer programs where 128 a
+    thread spill (sm_90, Triton 3.9): 232 bytes at eight ranks, 136 in the norm at four.
     """
     if epilogue == "none":
         config = TwoShotConfig(tile=1, block=1024, warps=4, programs=4 if W <= 4 else 3, lag=2)
@@ -275,7 +275,7 @@ def _two_shot_kernel(
                 )  # fmt: skip
                 total = tl.zeros([BLOCK], tl.float32)
                 for w in tl.static_range(W):
-                    slot = (phase * (W - 1) + w - (RANK < w)) * slice_tokens + tile * TILE + step // columns
+                    slot = (phase * (W - 1) + w - (w > RANK)) * slice_tokens + tile * TILE + step // columns
                     theirs = tl.load(_row(mine + inbox, slot, c, dtype, STRIDE), mask=here & good & (w != RANK),
                                      other=0.0, cache_modifier=".cg")  # fmt: skip
                     y = tl.where(w == RANK, own, theirs).to(tl.float32)
