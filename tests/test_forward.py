@@ -300,3 +300,30 @@ def test_a_kernel_compiled_among_the_rounds_fails(loaded, monkeypatch):
     monkeypatch.setattr(forward.timing, "interleave", interleave)
     with pytest.raises(RuntimeError, match="no_jit: numba compiled"):
         forward.run_case(loaded, parse_case("prefill=4"), forward.Settings(("stock", "moetail"), 4))
+
+
+def test_a_baseline_that_seldom_repeats_its_bits_is_void(loaded, monkeypatch):
+    """The seventh run after the rounds is another: one more run of the baseline would not have seen it."""
+    real, runs = forward.TimedArm.outputs, []
+
+    def outputs(arm):
+        logits, hidden = real(arm)
+        runs.append(arm)
+        if len(runs) == 7:
+            logits.view(torch.int16)[0, 0, 0] ^= 1
+        return logits, hidden
+
+    monkeypatch.setattr(forward.TimedArm, "outputs", outputs)
+    result = forward.run_case(loaded, parse_case("prefill=4"), forward.Settings(("stock", "moetail"), 4))
+    assert result.differing_bits == 0 and result.repeat_bits == 1
+    assert result.verdict.word == "void" and "two runs of stock differ in 1 bits" in result.verdict.why
+
+
+@pytest.mark.parametrize("throttled", [True, False, None])
+def test_a_throttled_machine_rests_before_each_run(loaded, monkeypatch, throttled):
+    pauses = []
+    monkeypatch.setattr(forward.timing.time, "sleep", pauses.append)
+    monkeypatch.setattr(forward.machine_state, "read", lambda device: {"throttled": throttled})
+    result = forward.run_case(loaded, parse_case("prefill=4"), forward.Settings(("stock", "moetail"), 4))
+    assert (result.rest_us > 0) == bool(throttled) and result.row()["rest_us"] == result.rest_us
+    assert pauses[: 4 * 6] == [result.rest_us / 1e6] * 4 * 6  # four rounds of three arms, twice each

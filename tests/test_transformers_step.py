@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetail.bench import models, tail
@@ -11,6 +12,7 @@ from moetail.bench.cases import Case, jitter, parse_case
 from moetail.bench.routing import balanced_tables, replaced
 from moetail.bench.transformers_step import TransformersModel
 from moetail.integrations.transformers import explain
+from moetail.testing import assert_same_bits
 
 _SMALL = {
     "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
@@ -147,6 +149,36 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.seen.add(op.name())
         return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["prefill", "decode", "prefill and hit"])
+def test_a_captured_step_makes_the_masks_of_eager_mode(own_model, form, monkeypatch):
+    """transformers asks whether a stream is capturing, and then makes a mask that no eager step has."""
+    from transformers.utils import import_utils
+
+    step = own_model.build(parse_case(f"c={FORMS[form]}"), "real")
+    with Masks() as eager:
+        wanted = run(own_model, step)
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    with Masks() as captured:
+        got = run(own_model, step)
+    assert len(eager.seen) == 2
+    assert captured.seen == eager.seen
+    for one, other in zip(got, wanted, strict=True):
+        assert_same_bits(one, other)
+
+
+class Masks(TorchFunctionMode):
+    """The shape of each attention call's mask, or None."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            mask = (kwargs or {}).get("attn_mask")
+            self.seen.append(None if mask is None else tuple(mask.shape))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("routing", ["real", "balanced"])

@@ -36,6 +36,7 @@ def forward_details(row: dict[str, Any]) -> str:
     kernels = "" if None in counts else f", kernels a step {counts[0]} -> {counts[1]}"
     throttled = [when for when, state in row.get("machine_state", {}).items() if state.get("throttled")]
     hot = f" The GPU was throttled {' and '.join(throttled)} the case." if throttled else ""
+    hot += f" It rested {row['rest_us'] / 1e3:.1f} ms before each replay." if row.get("rest_us") else ""
     return (
         f"{row['case']}: {row['verdict']}; {row['why']}. {row['rounds']} rounds; {row['differing_bits']} bits differ "
         f"in the outputs{memory}{kernels}.{hot}\n  {_tail_details(row, a, b)}"

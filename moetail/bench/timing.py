@@ -83,15 +83,17 @@ def interleave(
     rounds: int,
     on_round: Callable[[], object] = lambda: None,
     slowest: Callable[[float], float] = float,
+    rest_us: float = 0.0,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Every sample of each arm (the slowest rank's), and one paired value a round (the mean of its two runs), in
-    microseconds. The order of a round is the same on every rank."""
+    microseconds. The order of a round is the same on every rank. `rest_us`: the pause before each run."""
     samples: dict[str, list[float]] = {arm.name: [] for arm in arms}
     paired: dict[str, list[float]] = {arm.name: [] for arm in arms}
     draw = random.Random(rounds)
     for _ in range(rounds):
         order = draw.sample(arms, len(arms))
         for arm in (*order, *reversed(order)):
+            time.sleep(rest_us / 1e6)
             samples[arm.name].append(slowest(arm.run()))
         for arm in arms:
             paired[arm.name].append(sum(samples[arm.name][-2:]) / 2)

@@ -3,6 +3,11 @@
 A fresh prefill (K == Q) runs without a cache. Requests with a prefix run as one batch against a StaticCache that holds
 it; the step writes its own tokens there, and `restore` makes it forget them. Rows of different KV lengths are padded on
 the left. A prefix of earlier chunks (c) and a prefix-cache hit are the same computation to such a model.
+
+Two things of such a model are held still, for all arms alike. Its masks inside a capture are those of eager mode:
+transformers makes one in every captured step, even where none is needed, and runs other attention kernels then. And
+cuDNN's attention is off where there is a prefix: its decode kernel does not repeat its bits (H200, torch 2.11, 8 x
+2048 keys: 1 to 341 elements of a layer's output differ between replays, and a router may then choose other experts).
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import moetail.integrations.transformers  # noqa: F401  registers the "moetail" experts
 from moetail.bench import models, tail
@@ -47,7 +54,12 @@ class TransformersStep:
 
     @torch.no_grad()
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        with replaced(self.balanced), _final_hidden_states(self.model) as seen:
+        with (
+            replaced(self.balanced),
+            _masks_of_eager_mode(),
+            _attention_that_repeats(self.cache is not None and self.tokens.is_cuda),
+            _final_hidden_states(self.model) as seen,
+        ):
             out = self.model(
                 self.tokens, attention_mask=self.mask, position_ids=self.positions, past_key_values=self.cache,
                 use_cache=self.cache is not None, logits_to_keep=self.logits_to_keep,
@@ -213,6 +225,23 @@ def _mask_and_positions(model: Any, case: Case, cache: Any) -> tuple[Any, torch.
         attention_mask=torch.arange(kv_len, device=keys.device) >= (kv_len - lengths)[:, None],
     )  # fmt: skip
     return mask, (lengths - Q)[:, None] + torch.arange(Q, device=keys.device)
+
+
+@contextlib.contextmanager
+def _masks_of_eager_mode() -> Iterator[None]:
+    """What it would read a tensor for is known: a step's mask is None or finished, and no row packs two texts."""
+    from transformers import masking_utils
+
+    with (
+        mock.patch.object(masking_utils, "is_tracing", lambda *_: False),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None),
+    ):
+        yield
+
+
+def _attention_that_repeats(wanted: bool) -> contextlib.AbstractContextManager[None]:
+    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    return sdpa_kernel(list(backends)) if wanted else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -52,9 +52,11 @@ class Place:
 
     def programs(self, device: torch.device, warps: int, threads: int = 512) -> int:
         """How many are sure to be resident at once, which a grid that polls must be: 512 threads a multiprocessor of
-        at most 128 registers each, shared with the other ranks' grids where they run on the same GPU."""
+        at most 128 registers each, or another product of 65536. Ranks on one GPU share half of that: with all in use, a
+        reduction of torch (512 threads) that a late rank runs before its call found no room at W = 8."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return max(1, processors * threads // (32 * warps) // (self.world_size if self.one_gpu else 1))
+        programs = processors * threads // (32 * warps)
+        return max(1, programs // (2 * self.world_size) if self.one_gpu else programs)
 
     def pdl(self, device: torch.device) -> bool:
         """Not on one GPU: the next kernel of one rank, started early, would hold the place another rank waits for."""
