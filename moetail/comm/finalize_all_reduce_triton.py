@@ -28,7 +28,7 @@ from moetail.comm import memory, workspace
 from moetail.comm.workspace import FaultKind, Kind
 from moetail.numerics import Numerics
 from moetail.ops.epilogue_triton import _mhc, _residual_norm
-from moetail.ops.finalize_triton import Facts, _finalized, _to, has_pdl
+from moetail.ops.finalize_triton import _INTERPRET, Facts, _finalized, _to, has_pdl
 
 _CALL, _OWNER, _LEFT = (tl.constexpr(word) for word in (workspace.CALL, workspace.OWNER, workspace.LEFT))
 _STATUS, _HOST_STATUS = tl.constexpr(workspace.STATUS), tl.constexpr(workspace.HOST_STATUS)
@@ -318,7 +318,9 @@ def _finalize_all_reduce_kernel(
 def _begin(control, THREADS: tl.constexpr):
     """(the call's number, whether it is inside no other call, whether it may push and poll)."""
     call = tl.load(control + _CALL)
-    grid_id = tl.inline_asm_elementwise("mov.u64 $0, %gridid;", "=l", [], dtype=tl.int64, is_pure=False, pack=1) + 1
+    grid_id = tl.zeros([], tl.int64) + 1
+    if not _INTERPRET:
+        grid_id += tl.inline_asm_elementwise("mov.u64 $0, %gridid;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     owner = tl.atomic_cas(control + _OWNER, tl.zeros([], tl.int64), grid_id, sem="relaxed", scope="gpu")
     alone = (owner == 0) | (owner == grid_id)
     status = _uniform(tl.load(control + _STATUS + tl.zeros([THREADS], tl.int32), volatile=True))
@@ -385,7 +387,11 @@ def _uniform(x):
 
 @triton.jit
 def _globaltimer(lane):
-    """Nanoseconds, read by every lane."""
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer; // $1", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1
-    )  # fmt: skip
+    """Nanoseconds, read by every lane. Time stands still in the interpreter."""
+    if _INTERPRET:
+        now = lane.to(tl.int64) * 0 + 1
+    else:
+        now = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer; // $1", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1
+        )  # fmt: skip
+    return now

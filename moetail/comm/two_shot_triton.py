@@ -47,7 +47,7 @@ from moetail.comm.finalize_all_reduce_triton import (
 )
 from moetail.comm.workspace import Kind
 from moetail.numerics import Numerics
-from moetail.ops.finalize_triton import Facts, _finalized, _to
+from moetail.ops.finalize_triton import _INTERPRET, Facts, _finalized, _to
 
 _PEERS, _TIMEOUT_NS, _RANKS = one_shot._PEERS, one_shot._TIMEOUT_NS, tl.constexpr(memory.MAX_WORLD_SIZE)
 _READY, _WAITING, _WRONG, _LATE = one_shot._READY, one_shot._WAITING, one_shot._WRONG, one_shot._LATE
@@ -276,22 +276,22 @@ def _two_shot_kernel(
                 total = tl.zeros([BLOCK], tl.float32)
                 for w in tl.static_range(W):
                     slot = (phase * (W - 1) + w - (w > RANK)) * slice_tokens + tile * TILE + step // columns
-                    theirs = tl.load(_row(mine + inbox, slot, c, dtype, STRIDE), mask=here & good & (w != RANK),
-                                     other=0.0, cache_modifier=".cg")  # fmt: skip
+                    wanted = tl.where(good & (w != RANK), here, False)
+                    at = _row(mine + inbox, slot, c, dtype, STRIDE)
+                    theirs = tl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
                     y = tl.where(w == RANK, own, theirs).to(tl.float32)
                     total = y if w == 0 else total + y
                 y = _to(tl.where(good, total, float("nan")), dtype)
                 if not SCATTER:
                     for behind in range(1, W):
                         to = tl.load(control + _PEERS + (RANK + behind) % W) + results
-                        tl.store(_row(to, t, c, dtype, STRIDE), y, mask=here & good)
+                        tl.store(_row(to, t, c, dtype, STRIDE), y, mask=tl.where(good, here, False))
                 y = _followed(
                     y, t, c, None, here, residual, post_mix, res_mix, pre_mix, norm_weight, post_norm_weight,
                     residual_out, eps, post_stride, comb_stride, pre_stride, residual_stride_t, residual_stride_s,
                     residual_out_stride_t, residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
                 )  # fmt: skip
-                at = t - RANK * part if SCATTER else t
-                tl.store(out + at * out_stride + c, y, mask=here)
+                tl.store(out + (t - RANK * part if SCATTER else t) * out_stride + c, y, mask=here)
             if good & (not SCATTER):
                 flag = (tile * _RANKS + RANK) * 8
                 _release(peers + result_flags + flag, call, (lane < W) & (lane != RANK))
@@ -312,8 +312,8 @@ def _two_shot_kernel(
                         t = (first + step // columns).to(tl.int64)
                         c = step % columns * BLOCK + tl.arange(0, BLOCK)
                         here = c < H
-                        y = tl.load(_row(mine + results, t, c, dtype, STRIDE), mask=here & good, other=0.0,
-                                    cache_modifier=".cg")  # fmt: skip
+                        at = _row(mine + results, t, c, dtype, STRIDE)
+                        y = tl.load(at, mask=tl.where(good, here, False), other=0.0, cache_modifier=".cg")
                         y = tl.where(good, y, float("nan")).to(dtype)
                         y = _followed(
                             y, t, c, None, here, residual, post_mix, res_mix, pre_mix, norm_weight,
@@ -354,15 +354,29 @@ def _row(address, row, c, dtype: tl.constexpr, STRIDE: tl.constexpr):
 def _release(addresses, value, on):
     """Store the flag where `on`, one lane of the program to each peer, after all that this program has stored."""
     tl.debug_barrier()
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred %p;
-        setp.ne.s32 %p, $3, 0;
-        @%p st.release.sys.global.b64 [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,l,r", [addresses, value, on.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    if _INTERPRET:
+        tl.store(addresses.to(tl.pointer_type(tl.int64)), value, mask=on)
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred %p;
+            setp.ne.s32 %p, $3, 0;
+            @%p st.release.sys.global.b64 [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,l,r", [addresses, value, on.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _acquired(addresses):
+    if _INTERPRET:
+        words = tl.load(addresses.to(tl.pointer_type(tl.int64)), volatile=True)
+    else:
+        words = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [addresses], dtype=tl.int64, is_pure=False, pack=1
+        )  # fmt: skip
+    return words
 
 
 @triton.jit
@@ -374,9 +388,7 @@ def _awaited(control, addresses, wanted, relevant, call, HEADERS: tl.constexpr, 
     since = tl.zeros([], tl.int64)
     worst = tl.zeros([], tl.int32) + _WAITING * _RANKS  # the state, and which rank it is about
     while worst // _RANKS == _WAITING:
-        word = tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [addresses], dtype=tl.int64, is_pure=False, pack=1
-        )  # fmt: skip
+        word = _acquired(addresses)
         state = tl.where(word == wanted, _READY, _WAITING)
         if HEADERS:
             state = tl.where((word != wanted) & (word >> 32 == wanted >> 32), _WRONG, state)
