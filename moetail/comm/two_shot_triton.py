@@ -63,7 +63,6 @@ class TwoShotConfig:
     block: int
     warps: int
     programs: int
-    lag: int
 
     @property
     def threads(self) -> int:
@@ -83,11 +82,11 @@ def heuristic(W: int, H: int, epilogue: str) -> TwoShotConfig:
     thread spill (sm_90, Triton 3.9): 232 bytes at eight ranks, 136 in the norm at four.
     """
     if epilogue == "none":
-        config = TwoShotConfig(tile=1, block=1024, warps=4, programs=4 if W <= 4 else 3, lag=2)
+        config = TwoShotConfig(tile=1, block=1024, warps=4, programs=4 if W <= 4 else 3)
     elif epilogue == "norm" and W == 2:
-        config = TwoShotConfig(tile=1, block=0, warps=8, programs=2, lag=2)
+        config = TwoShotConfig(tile=1, block=0, warps=8, programs=2)
     else:
-        config = TwoShotConfig(tile=1, block=0, warps=16, programs=1, lag=2)
+        config = TwoShotConfig(tile=1, block=0, warps=16, programs=1)
     return _fitted(config, H, epilogue)
 
 
@@ -98,8 +97,7 @@ def every_config(H: int, epilogue: str) -> tuple[TwoShotConfig, ...]:
         shapes = ((1024, 4, 3), (1024, 4, 4), (1024, 4, 6), (2048, 8, 2), (2048, 8, 3), (2048, 4, 4), (512, 2, 8),
                   (4096, 16, 1))  # type: ignore[assignment] # fmt: skip
     found = (
-        _fitted(TwoShotConfig(tile, *shape, lag), H, epilogue)
-        for shape in shapes for tile in (1, 2, 4) for lag in (1, 2, 4, 1024)
+        _fitted(TwoShotConfig(tile, *shape), H, epilogue) for shape in shapes for tile in (1, 2, 4)
     )  # fmt: skip
     return tuple(dict.fromkeys(found))
 
@@ -123,7 +121,7 @@ def run(
     grid = max(1, min(tiles * (place.world_size - 1), programs))
     with torch.cuda.device(device):
         _two_shot_kernel[(grid,)](
-            *tensors, *numbers, place.rank, layout.slice_tokens, config.lag, *strides, *_offsets(layout),
+            *tensors, *numbers, place.rank, layout.slice_tokens, *strides, *_offsets(layout),
             **_options(kind, constants, config),
         )  # fmt: skip
 
@@ -170,7 +168,7 @@ def compile_all(
     options = _options(kind, constants, heuristic(constants["W"], layout.hidden, constants["EPILOGUE"]))
     with torch.cuda.device(device):
         compiled = _two_shot_kernel.warmup(
-            *dtypes, *one_shot.UNSPECIALIZED, 2, 2, *strides, *_offsets(layout), grid=(1,), **options
+            *dtypes, *one_shot.UNSPECIALIZED, 2, *strides, *_offsets(layout), grid=(1,), **options
         )
         compiled[(1, 1, 1)]
 
@@ -188,12 +186,12 @@ def _options(kind: Kind, constants: dict[str, Any], config: TwoShotConfig) -> di
 
 @triton.jit(do_not_specialize=["T", "R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
                                "gate_stride", "scale", "eps", "post_stride", "comb_stride", "pre_stride", "RANK",
-                               "slice_tokens", "lag"],
+                               "slice_tokens"],
             do_not_specialize_on_alignment=["post_mix", "res_mix", "pre_mix"])  # fmt: skip
 def _two_shot_kernel(
     rows, row_map, weights, shared, gate, num_valid_rows, residual, post_mix, res_mix, pre_mix, norm_weight,
     post_norm_weight, out, residual_out, control, T, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k,
-    gate_stride, scale, eps, post_stride, comb_stride, pre_stride, RANK, slice_tokens, lag, rows_stride, shared_stride,
+    gate_stride, scale, eps, post_stride, comb_stride, pre_stride, RANK, slice_tokens, rows_stride, shared_stride,
     out_stride, residual_stride_t, residual_stride_s, residual_out_stride_t, residual_out_stride_s, arrivals,
     result_flags, inbox, results,
     K: tl.constexpr, H: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
@@ -215,9 +213,6 @@ def _two_shot_kernel(
     mine = tl.load(control + _PEERS + RANK)
     part = tl.cdiv(T, W)  # tokens of a rank
     tiles = tl.cdiv(part, TILE)
-    group = tl.maximum(tl.minimum(tiles, tl.num_programs(0)), 1)  # tiles of a round
-    rounds = tl.cdiv(tiles, group)
-    lag = tl.minimum(lag, rounds)
     limit = R
     if num_valid_rows is not None:
         limit = tl.minimum(R.to(tl.int64), tl.load(num_valid_rows).to(tl.int64))
@@ -225,103 +220,96 @@ def _two_shot_kernel(
         for w in tl.static_range(W):
             tl.store(tl.load(control + _PEERS + w).to(tl.pointer_type(tl.int64)) + phase * W + RANK, header)
 
+    # 1: parts of the peers' tiles, the next rank's first
+    for unit in range(tl.program_id(0), tl.where(alive, tiles * (W - 1), 0), tl.num_programs(0)):
+        tile, owner = unit // (W - 1), (RANK + 1 + unit % (W - 1)) % W
+        first = owner * part + tile * TILE
+        there = tl.minimum(tl.minimum(TILE, part - tile * TILE), T - first)  # none where T is no multiple of W
+        if there > 0:
+            slot = (phase * (W - 1) + RANK - (owner < RANK)) * slice_tokens + tile * TILE
+            to = tl.load(control + _PEERS + owner) + inbox
+            for step in range(0, there * columns):
+                t = (first + step // columns).to(tl.int64)
+                c = step % columns * BLOCK + tl.arange(0, BLOCK)
+                here = c < H
+                y = _part(
+                    rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
+                    weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype, K, BLOCK, PRODUCT,
+                    GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO, FINALIZE,
+                )  # fmt: skip
+                tl.store(_row(to, slot + step // columns, c, dtype, STRIDE), y, mask=here)
+            flag = ((phase * slice_tokens + tile) * _RANKS + RANK) * 8
+            _release(peers + arrivals + flag, call, lane == owner)
+
     failed = tl.zeros([], tl.int32)
-    stages: tl.constexpr = 1 if SCATTER else 2
-    for turn in range(0, tl.maximum(rounds, 1) + stages * lag):
-        # 1: parts of the peers' tiles, the next rank's first
-        for unit in range(tl.program_id(0), group * (W - 1), tl.num_programs(0)):
-            tile = turn * group + unit % group
-            owner = (RANK + 1 + unit // group) % W
-            first = owner * part + tile * TILE
-            if (tile < tiles) & (first < T) & alive:
-                there = tl.minimum(tl.minimum(TILE, part - tile * TILE), T - first)
-                slot = (phase * (W - 1) + RANK - (owner < RANK)) * slice_tokens + tile * TILE
-                to = tl.load(control + _PEERS + owner) + inbox
-                for step in range(0, there * columns):
-                    t = (first + step // columns).to(tl.int64)
-                    c = step % columns * BLOCK + tl.arange(0, BLOCK)
-                    here = c < H
-                    y = _part(
-                        rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t,
-                        map_stride_k, weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype, K,
-                        BLOCK, PRODUCT, GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO, FINALIZE,
-                    )  # fmt: skip
-                    tl.store(_row(to, slot + step // columns, c, dtype, STRIDE), y, mask=here)
-                flag = ((phase * slice_tokens + tile) * _RANKS + RANK) * 8
-                _release(peers + arrivals + flag, call, lane == owner)
+    if alive:
+        words = mine + (phase * W + lane % _RANKS) * 8
+        failed = _awaited(control, words, header, lane % _RANKS < W, call, True, THREADS)
 
-        if (turn == 0) & alive:
-            words = mine + (phase * W + lane % _RANKS) * 8
-            failed = _awaited(control, words, header, lane % _RANKS < W, call, True, THREADS)
-
-        # 2: sums of the own tiles
-        tile = (turn - lag) * group + tl.program_id(0)
+    # 2: sums of the own tiles
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         first = RANK * part + tile * TILE
-        if (turn >= lag) & (tl.program_id(0) < group) & (tile < tiles) & (first < T):
+        there = tl.minimum(tl.minimum(TILE, part - tile * TILE), T - first)
+        if alive & (failed == 0) & (there > 0):
+            words = mine + arrivals + ((phase * slice_tokens + tile) * _RANKS + lane % _RANKS) * 8
+            other = (lane % _RANKS < W) & (lane % _RANKS != RANK)
+            failed = _awaited(control, words, call, other, call, False, THREADS)
+        good = alive & (failed == 0)
+        for step in range(0, there * columns):
+            t = (first + step // columns).to(tl.int64)
+            c = step % columns * BLOCK + tl.arange(0, BLOCK)
+            here = c < H
+            own = _part(
+                rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
+                weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype, K, BLOCK, PRODUCT,
+                GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO, FINALIZE,
+            )  # fmt: skip
+            total = tl.zeros([BLOCK], tl.float32)
+            for w in tl.static_range(W):
+                slot = (phase * (W - 1) + w - (w > RANK)) * slice_tokens + tile * TILE + step // columns
+                wanted = tl.where(good & (w != RANK), here, False)
+                at = _row(mine + inbox, slot, c, dtype, STRIDE)
+                theirs = tl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
+                y = tl.where(w == RANK, own, theirs).to(tl.float32)
+                total = y if w == 0 else total + y
+            y = _to(tl.where(good, total, float("nan")), dtype)
+            if not SCATTER:
+                for behind in range(1, W):
+                    to = tl.load(control + _PEERS + (RANK + behind) % W) + results
+                    tl.store(_row(to, t, c, dtype, STRIDE), y, mask=tl.where(good, here, False))
+            y = _followed(
+                y, t, c, None, here, residual, post_mix, res_mix, pre_mix, norm_weight, post_norm_weight, residual_out,
+                eps, post_stride, comb_stride, pre_stride, residual_stride_t, residual_stride_s, residual_out_stride_t,
+                residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
+            )  # fmt: skip
+            tl.store(out + (t - RANK * part if SCATTER else t) * out_stride + c, y, mask=here)
+        if good & (there > 0) & (not SCATTER):
+            flag = (tile * _RANKS + RANK) * 8
+            _release(peers + result_flags + flag, call, (lane < W) & (lane != RANK))
+
+    # 3: the peers' sums
+    if not SCATTER:
+        for unit in range(tl.program_id(0), tiles * (W - 1), tl.num_programs(0)):
+            tile, owner = unit // (W - 1), (RANK + 1 + unit % (W - 1)) % W
+            first = owner * part + tile * TILE
             there = tl.minimum(tl.minimum(TILE, part - tile * TILE), T - first)
-            if alive & (failed == 0):
-                words = mine + arrivals + ((phase * slice_tokens + tile) * _RANKS + lane % _RANKS) * 8
-                other = (lane % _RANKS < W) & (lane % _RANKS != RANK)
-                failed = _awaited(control, words, call, other, call, False, THREADS)
+            if alive & (failed == 0) & (there > 0):
+                words = mine + result_flags + (tile * _RANKS + lane % _RANKS) * 8
+                failed = _awaited(control, words, call, lane % _RANKS == owner, call, False, THREADS)
             good = alive & (failed == 0)
             for step in range(0, there * columns):
                 t = (first + step // columns).to(tl.int64)
                 c = step % columns * BLOCK + tl.arange(0, BLOCK)
                 here = c < H
-                own = _part(
-                    rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
-                    weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype, K, BLOCK, PRODUCT,
-                    GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO, FINALIZE,
-                )  # fmt: skip
-                total = tl.zeros([BLOCK], tl.float32)
-                for w in tl.static_range(W):
-                    slot = (phase * (W - 1) + w - (w > RANK)) * slice_tokens + tile * TILE + step // columns
-                    wanted = tl.where(good & (w != RANK), here, False)
-                    at = _row(mine + inbox, slot, c, dtype, STRIDE)
-                    theirs = tl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
-                    y = tl.where(w == RANK, own, theirs).to(tl.float32)
-                    total = y if w == 0 else total + y
-                y = _to(tl.where(good, total, float("nan")), dtype)
-                if not SCATTER:
-                    for behind in range(1, W):
-                        to = tl.load(control + _PEERS + (RANK + behind) % W) + results
-                        tl.store(_row(to, t, c, dtype, STRIDE), y, mask=tl.where(good, here, False))
+                at = _row(mine + results, t, c, dtype, STRIDE)
+                y = tl.load(at, mask=tl.where(good, here, False), other=0.0, cache_modifier=".cg")
+                y = tl.where(good, y, float("nan")).to(dtype)
                 y = _followed(
                     y, t, c, None, here, residual, post_mix, res_mix, pre_mix, norm_weight, post_norm_weight,
                     residual_out, eps, post_stride, comb_stride, pre_stride, residual_stride_t, residual_stride_s,
                     residual_out_stride_t, residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
                 )  # fmt: skip
-                tl.store(out + (t - RANK * part if SCATTER else t) * out_stride + c, y, mask=here)
-            if good & (not SCATTER):
-                flag = (tile * _RANKS + RANK) * 8
-                _release(peers + result_flags + flag, call, (lane < W) & (lane != RANK))
-
-        # 3: the peers' sums
-        if not SCATTER:
-            for unit in range(tl.program_id(0), group * (W - 1) if turn >= 2 * lag else 0, tl.num_programs(0)):
-                tile = (turn - 2 * lag) * group + unit % group
-                owner = (RANK + 1 + unit // group) % W
-                first = owner * part + tile * TILE
-                if (tile < tiles) & (first < T):
-                    there = tl.minimum(tl.minimum(TILE, part - tile * TILE), T - first)
-                    if alive & (failed == 0):
-                        words = mine + result_flags + (tile * _RANKS + lane % _RANKS) * 8
-                        failed = _awaited(control, words, call, lane % _RANKS == owner, call, False, THREADS)
-                    good = alive & (failed == 0)
-                    for step in range(0, there * columns):
-                        t = (first + step // columns).to(tl.int64)
-                        c = step % columns * BLOCK + tl.arange(0, BLOCK)
-                        here = c < H
-                        at = _row(mine + results, t, c, dtype, STRIDE)
-                        y = tl.load(at, mask=tl.where(good, here, False), other=0.0, cache_modifier=".cg")
-                        y = tl.where(good, y, float("nan")).to(dtype)
-                        y = _followed(
-                            y, t, c, None, here, residual, post_mix, res_mix, pre_mix, norm_weight,
-                            post_norm_weight, residual_out, eps, post_stride, comb_stride, pre_stride,
-                            residual_stride_t, residual_stride_s, residual_out_stride_t, residual_out_stride_s, H,
-                            EPILOGUE, HC, ZERO_CENTRED,
-                        )  # fmt: skip
-                        tl.store(out + t * out_stride + c, y, mask=here)
+                tl.store(out + t * out_stride + c, y, mask=here)
     _end(control, alone, RANK, call)
 
 
