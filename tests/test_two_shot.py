@@ -75,9 +75,9 @@ def interpreted(group, folder, H, calls, programs, config):
         place = one_shot.Place(rank, W, MAX_TOKENS, True)
         constants = one_shot.shared_constants(e, facts, place, finalize=op != "x")
         fitted = two_shot._fitted(config, H, name)
-        numbers = (T, inputs[0].shape[0], *strides_of_map, 0, 1.0, EPS, *mixes, rank, layout.slice_tokens, fitted.lag)
+        numbers = (T, inputs[0].shape[0], *strides_of_map, 0, 1.0, EPS, *mixes, layout.slice_tokens)
         two_shot._two_shot_kernel[(programs,)](
-            *tensors, *numbers, *strides, *two_shot._offsets(layout), **two_shot._options(kind, constants, fitted)
+            *tensors, *numbers, *strides, *two_shot._offsets(layout), **two_shot._options(kind, rank, constants, fitted)
         )
         assert int(control[words.STATUS]) == 0 and int(control[words.CALL]) == number + 1
         want = reference.all_reduce(partials)
@@ -90,13 +90,13 @@ def interpreted(group, folder, H, calls, programs, config):
     return True
 
 
-# name: (ranks, H, programs, (tile, block, warps, lag), (op, T) of each call)
+# name: (ranks, H, programs, (tile, block, warps), (op, T) of each call)
 CALLS = {
-    "two-ranks": (2, 72, 2, (1, 32, 1, 1), (("none", 24), ("x", 5), ("scatter", 24), ("none", 1), ("none", 0))),
-    "two-ranks-tiles": (2, 40, 1, (4, 64, 2, 2), (("none", 23), ("scatter", 10), ("scatter", 24), ("scatter", 6))),
-    "three-ranks": (3, 40, 1, (2, 32, 1, 1024), (("none", 20), ("scatter", 9), ("scatter", 0), ("x", 22), ("none", 2))),
-    "four-ranks-norm": (4, 33, 2, (1, 0, 1, 0), (("norm", 17), ("norm", 8), ("none", 24))),
-    "two-ranks-mhc": (2, 33, 2, (1, 0, 1, 1), (("mhc", 9), ("norm", 7), ("mhc", 4))),
+    "two-ranks": (2, 72, 2, (1, 32, 1), (("none", 24), ("x", 5), ("scatter", 24), ("none", 1), ("none", 0))),
+    "two-ranks-tiles": (2, 40, 1, (4, 64, 2), (("none", 23), ("scatter", 10), ("scatter", 24), ("scatter", 6))),
+    "three-ranks": (3, 40, 1, (2, 32, 1), (("none", 20), ("scatter", 9), ("scatter", 0), ("x", 22), ("none", 2))),
+    "four-ranks-norm": (4, 33, 1, (1, 0, 1), (("norm", 17), ("norm", 8), ("none", 24))),
+    "two-ranks-mhc": (2, 33, 2, (1, 0, 1), (("mhc", 9), ("norm", 7), ("mhc", 4))),
 }
 
 
@@ -104,7 +104,7 @@ CALLS = {
 def test_bits_in_the_interpreter(tmp_path, case):
     from moetail.comm.two_shot_triton import TwoShotConfig
 
-    W, H, programs, (tile, block, warps, lag), calls = case
+    W, H, programs, (tile, block, warps), calls = case
     with Ranks(W) as ranks:
-        config = TwoShotConfig(tile, block, warps, 1, lag)
+        config = TwoShotConfig(tile, block, warps, 1)
         assert ranks.run(interpreted, tmp_path, H, calls, programs, config) == [True] * W

@@ -4,9 +4,8 @@ A rank runs programs side by side, each a list of atomic steps in order. A store
 flight until a delivery step of its own, in any order between addresses and in order for one address. A release is
 delivered only after all that its program stored before it. A wait blocks until its word is the number of the call; a
 read takes what is there. A call ends when all programs of the rank are done; stores may then still be in flight.
-Tile x belongs to rank x % W and is the work of program x // W % programs; the stages follow each other `lag` rounds
-apart, 9 being far. "other" is any call that touches only the headers of this memory: one-shot calls, calls without
-tokens.
+Tile x belongs to rank x % W and is the work of program x // W % programs. "other" is any call that touches only the
+headers of this memory: one-shot calls, calls without tokens.
 The model covers interleavings, not the memory orders of a GPU: those are for stress tests on one.
 """
 
@@ -47,10 +46,9 @@ class Model:
     """`calls`: ("reduce" | "scatter" | "other", tiles) of each call, the same on every rank."""
 
     def __init__(
-        self, protocol: Protocol, world_size: int, calls: tuple[tuple[str, int], ...], programs: int = 1, lag: int = 9
+        self, protocol: Protocol, world_size: int, calls: tuple[tuple[str, int], ...], programs: int = 1
     ) -> None:
-        self.protocol, self.W, self.calls = protocol, world_size, calls
-        self.num_programs, self.lag = programs, lag
+        self.protocol, self.W, self.calls, self.num_programs = protocol, world_size, calls, programs
         ranks, tiles = range(world_size), range(max(n for _, n in calls))
         places = [("header", *p) for p in product(ranks, range(2), ranks)]
         for name in ("inbox", "arrival"):
@@ -71,42 +69,29 @@ class Model:
 
         for call, (op, tiles) in enumerate(self.calls, start=1):
             inbox, result = call % p.inbox_phases, call % p.result_phases
-            rounds = -(-tiles // (self.W * self.num_programs))
-            lag = min(self.lag, rounds)
+            mine = [x for x in range(0 if op == "other" else tiles) if x // self.W % self.num_programs == program]
             for s in others:
                 if program == 0:
                     step("store", "header", s, call % 2, rank)
-            for turn in range(max(rounds, 1) + 2 * lag):
-                for x in self._tiles(others, turn, program, op, tiles):
+            for x in mine:
+                if x % self.W != rank:
                     step("store", "inbox", x % self.W, inbox, rank, x)
                     step(flag, "arrival", x % self.W, inbox, rank, x)
-                for s in others:
-                    if p.headers and turn == 0:
-                        step("wait", "header", rank, call % 2, s)
-                for x in self._tiles([rank], turn - lag, program, op, tiles):
+            for s in others:
+                if p.headers:
+                    step("wait", "header", rank, call % 2, s)
+            for x in (x for x in mine if x % self.W == rank):
+                for what, name in (("wait", "arrival"), ("read", "inbox")) if p.awaits else ():
                     for s in others:
-                        if p.awaits:
-                            step("wait", "arrival", rank, inbox, s, x)
-                    for s in others:
-                        if p.awaits:
-                            step("read", "inbox", rank, inbox, s, x)
-                    for s in others:
-                        if op == "reduce":
-                            step("store", "result", s, result, x)
-                            step(flag, "result flag", s, result, x)
-                for x in self._tiles(others, turn - 2 * lag, program, op, tiles):
-                    if op == "reduce":
-                        step("wait", "result flag", rank, result, x)
-                        step("read", "result", rank, result, x)
+                        step(what, name, rank, inbox, s, x)
+                for s in others if op == "reduce" else ():
+                    step("store", "result", s, result, x)
+                    step(flag, "result flag", s, result, x)
+            for x in (x for x in mine if x % self.W != rank and op == "reduce"):
+                step("wait", "result flag", rank, result, x)
+                step("read", "result", rank, result, x)
             step("end")
         return steps
-
-    def _tiles(self, owners: list[int], turn: int, program: int, op: str, tiles: int) -> list[int]:
-        """What a program does of the owners' tiles in a round."""
-        if op == "other" or turn < 0:
-            return []
-        found = [(turn * self.num_programs + program) * self.W + owner for owner in owners]
-        return [x for x in found if x < tiles]
 
     def check(self) -> Result:
         """Breadth first, so that a trace is a shortest one."""

@@ -62,6 +62,11 @@ class Place:
         """Not on one GPU: the next kernel of one rank, started early, would hold the place another rank waits for."""
         return has_pdl(device) and not self.one_gpu
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whose calls this process makes."""
+        return tuple(range(self.world_size)) if self.one_gpu else (self.rank,)
+
     def layout(self, device: torch.device, H: int) -> memory.Layout:
         one_shot = memory.one_shot_tokens(device, self.world_size)
         return memory.Layout(self.world_size, self.max_tokens, H, one_shot)
@@ -143,7 +148,7 @@ def _launch(
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
     constants = shared_constants(e, facts, place, finalize=finalize)
     kind = _KINDS[e.name][finalize]
-    _compile(out.device, dtypes, strides, layout, kind, tuple(sorted(constants.items())))
+    _compile(out.device, dtypes, strides, layout, place.ranks, kind, tuple(sorted(constants.items())))
     if layout.one_shot_tokens < T:
         from moetail.comm import two_shot_triton
 
@@ -195,9 +200,9 @@ UNSPECIALIZED = (*(2,) * 7, 2.0, 2.0, *(2,) * 4)
 @functools.cache
 def _compile(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, ...], layout: memory.Layout,
-    kind: Kind, constants: tuple[tuple[str, Any], ...],
+    ranks: tuple[int, ...], kind: Kind, constants: tuple[tuple[str, Any], ...],
 ) -> None:  # fmt: skip
-    """Compile and load what serves every T and every rank: a module that is loaded while another rank's kernel polls on
+    """Compile and load what serves every T: a module that is loaded while another rank's kernel polls on
     the same GPU waits for it."""
     options = _options(kind, dict(constants))
     with torch.cuda.device(device):
@@ -208,7 +213,7 @@ def _compile(
     if layout.one_shot_tokens < layout.max_tokens:
         from moetail.comm import two_shot_triton
 
-        two_shot_triton.compile_all(device, dtypes, strides, layout, kind, dict(constants))
+        two_shot_triton.compile_all(device, dtypes, strides, layout, ranks, kind, dict(constants))
 
 
 # The mixes may be parts of one tensor, at any alignment: their pointers are not specialized either.

@@ -17,10 +17,9 @@ n + 2 knows that every rank has ended call n. The results need no second phase: 
 this rank's part of it, which comes after this rank's last call, and with it every read of the results, has ended
 (tests/two_shot_model.py walks all interleavings).
 
-The stages go tile by tile, `lag` rounds apart, so that memory and link are busy all along. A round is as many tiles as
-there are programs, and a program takes them in rising order: a wait is for a tile whose makers wait, if at all, for
-lower tiles. So no cycle of waits can close, as long as all programs are resident. Faults are the one-shot kernel's:
-headers, a bounded wait, a status word that stays, NaN.
+A program has pushed all its parts before it first waits, and all its sums before it waits for a peer's: no cycle of
+waits can close, as long as all programs are resident. Faults are the one-shot kernel's: headers, a bounded wait, a
+status word that stays, NaN.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _TIMED_OUT, _DISAGREED = one_shot._TIMED_OUT, one_shot._DISAGREED
 @dataclass(frozen=True)
 class TwoShotConfig:
     """Tokens of a tile (a power of two up to 64: ranks that differ in it disagree), columns of a step, warps of a
-    program, programs on a multiprocessor, and rounds from one stage to the next. It changes time, never bits."""
+    program and programs on a multiprocessor. It changes time, never bits."""
 
     tile: int
     block: int
@@ -121,8 +120,8 @@ def run(
     grid = max(1, min(tiles * (place.world_size - 1), programs))
     with torch.cuda.device(device):
         _two_shot_kernel[(grid,)](
-            *tensors, *numbers, place.rank, layout.slice_tokens, *strides, *_offsets(layout),
-            **_options(kind, constants, config),
+            *tensors, *numbers, layout.slice_tokens, *strides, *_offsets(layout),
+            **_options(kind, place.rank, constants, config),
         )  # fmt: skip
 
 
@@ -151,53 +150,55 @@ def launch_reduce_scatter(
         0 if shared_gate is None else shared_gate.stride(0), float(routed_scale), float(e.eps), *mixes,
     )  # fmt: skip
     dtypes, kind = tuple(None if t is None else t.dtype for t in tensors), Kind.FINALIZE_REDUCE_SCATTER
-    _compile_scatter(rows.device, dtypes, strides, layout, tuple(sorted(constants.items())))
+    _compile_scatter(rows.device, dtypes, strides, layout, place.ranks, tuple(sorted(constants.items())))
     run(tensors, numbers, strides, layout, place, T, kind, constants)
 
 
 @functools.cache
-def _compile_scatter(device, dtypes, strides, layout, constants) -> None:
-    compile_all(device, dtypes, strides, layout, Kind.FINALIZE_REDUCE_SCATTER, dict(constants))
+def _compile_scatter(device, dtypes, strides, layout, ranks, constants) -> None:
+    compile_all(device, dtypes, strides, layout, ranks, Kind.FINALIZE_REDUCE_SCATTER, dict(constants))
 
 
 def compile_all(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, ...], layout: memory.Layout,
-    kind: Kind, constants: dict[str, Any],
+    ranks: tuple[int, ...], kind: Kind, constants: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Compile and load what serves every T and every rank."""
-    options = _options(kind, constants, heuristic(constants["W"], layout.hidden, constants["EPILOGUE"]))
+    """Compile and load what serves every T, for each of these ranks: those whose calls this process makes."""
+    config = heuristic(constants["W"], layout.hidden, constants["EPILOGUE"])
     with torch.cuda.device(device):
-        compiled = _two_shot_kernel.warmup(
-            *dtypes, *one_shot.UNSPECIALIZED, 2, *strides, *_offsets(layout), grid=(1,), **options
-        )
-        compiled[(1, 1, 1)]
+        for rank in ranks:
+            options = _options(kind, rank, constants, config)
+            compiled = _two_shot_kernel.warmup(
+                *dtypes, *one_shot.UNSPECIALIZED, *strides, *_offsets(layout), grid=(1,), **options
+            )
+            compiled[(1, 1, 1)]
 
 
 def _offsets(layout: memory.Layout) -> tuple[int, ...]:
     return layout.arrivals, layout.result_flags, layout.inbox, layout.results
 
 
-def _options(kind: Kind, constants: dict[str, Any], config: TwoShotConfig) -> dict[str, Any]:
+def _options(kind: Kind, rank: int, constants: dict[str, Any], config: TwoShotConfig) -> dict[str, Any]:
     return constants | {
-        "KIND": kind.by(config.tile), "SCATTER": kind == Kind.FINALIZE_REDUCE_SCATTER, "TILE": config.tile,
+        "KIND": kind.by(config.tile), "SCATTER": kind == Kind.FINALIZE_REDUCE_SCATTER, "TILE": config.tile, "RANK": rank,
         "BLOCK": config.block, "THREADS": config.threads, "num_warps": config.warps, "maxnreg": config.registers,
     }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
-                               "gate_stride", "scale", "eps", "post_stride", "comb_stride", "pre_stride", "RANK",
+                               "gate_stride", "scale", "eps", "post_stride", "comb_stride", "pre_stride",
                                "slice_tokens"],
             do_not_specialize_on_alignment=["post_mix", "res_mix", "pre_mix"])  # fmt: skip
 def _two_shot_kernel(
     rows, row_map, weights, shared, gate, num_valid_rows, residual, post_mix, res_mix, pre_mix, norm_weight,
     post_norm_weight, out, residual_out, control, T, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k,
-    gate_stride, scale, eps, post_stride, comb_stride, pre_stride, RANK, slice_tokens, rows_stride, shared_stride,
+    gate_stride, scale, eps, post_stride, comb_stride, pre_stride, slice_tokens, rows_stride, shared_stride,
     out_stride, residual_stride_t, residual_stride_s, residual_out_stride_t, residual_out_stride_s, arrivals,
     result_flags, inbox, results,
     K: tl.constexpr, H: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
     FINALIZE: tl.constexpr, EPILOGUE: tl.constexpr, HC: tl.constexpr, ZERO_CENTRED: tl.constexpr, W: tl.constexpr,
-    SCATTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
+    RANK: tl.constexpr, SCATTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -220,6 +221,8 @@ def _two_shot_kernel(
         for w in tl.static_range(W):
             tl.store(tl.load(control + _PEERS + w).to(tl.pointer_type(tl.int64)) + phase * W + RANK, header)
 
+    # Of the stages 1 and 2 nothing but `present` may hold a predicate across the loads of the rows: with the rank, its
+    # masks and the fault's in registers, ptxas (12.9) ran out of the seven and waited for each row before the next.
     # 1: parts of the peers' tiles, the next rank's first
     for unit in range(tl.program_id(0), tl.where(alive, tiles * (W - 1), 0), tl.num_programs(0)):
         tile, owner = unit // (W - 1), (RANK + 1 + unit % (W - 1)) % W
@@ -231,7 +234,7 @@ def _two_shot_kernel(
             for step in range(0, there * columns):
                 t = (first + step // columns).to(tl.int64)
                 c = step % columns * BLOCK + tl.arange(0, BLOCK)
-                here = c < H
+                here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
                 y = _part(
                     rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
                     weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype, K, BLOCK, PRODUCT,
@@ -254,38 +257,39 @@ def _two_shot_kernel(
             words = mine + arrivals + ((phase * slice_tokens + tile) * _RANKS + lane % _RANKS) * 8
             other = (lane % _RANKS < W) & (lane % _RANKS != RANK)
             failed = _awaited(control, words, call, other, call, False, THREADS)
-        good = alive & (failed == 0)
-        for step in range(0, there * columns):
-            t = (first + step // columns).to(tl.int64)
-            c = step % columns * BLOCK + tl.arange(0, BLOCK)
-            here = c < H
-            own = _part(
-                rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
-                weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype, K, BLOCK, PRODUCT,
-                GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO, FINALIZE,
-            )  # fmt: skip
-            total = tl.zeros([BLOCK], tl.float32)
-            for w in tl.static_range(W):
-                slot = (phase * (W - 1) + w - (w > RANK)) * slice_tokens + tile * TILE + step // columns
-                wanted = tl.where(good & (w != RANK), here, False)
-                at = _row(mine + inbox, slot, c, dtype, STRIDE)
-                theirs = tl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
-                y = tl.where(w == RANK, own, theirs).to(tl.float32)
-                total = y if w == 0 else total + y
-            y = _to(tl.where(good, total, float("nan")), dtype)
+        if alive & (failed == 0) & (there > 0):
+            for step in range(0, there * columns):
+                t = (first + step // columns).to(tl.int64)
+                c = step % columns * BLOCK + tl.arange(0, BLOCK)
+                here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
+                own = _part(
+                    rows, row_map, weights, shared, gate, limit, t, c, here, rows_stride, map_stride_t, map_stride_k,
+                    weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, dtype, K, BLOCK, PRODUCT,
+                    GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO, FINALIZE,
+                )  # fmt: skip
+                slot = phase * (W - 1) * slice_tokens + tile * TILE + step // columns
+                total = own.to(tl.float32)
+                for w in tl.static_range(W):
+                    if w == RANK:
+                        one = own
+                    else:
+                        one = tl.load(_row(mine + inbox, slot, c, dtype, STRIDE), mask=here, other=0.0,
+                                      cache_modifier=".cg")  # fmt: skip
+                        slot += slice_tokens
+                    total = one.to(tl.float32) if w == 0 else total + one.to(tl.float32)
+                y = _to(total, dtype)
+                if not SCATTER:
+                    for behind in tl.static_range(1, W):
+                        to = tl.load(control + _PEERS + (RANK + behind) % W) + results
+                        tl.store(_row(to, t, c, dtype, STRIDE), y, mask=here)
+                y = _followed(
+                    y, t, c, None, here, residual, post_mix, res_mix, pre_mix, norm_weight, post_norm_weight,
+                    residual_out, eps, post_stride, comb_stride, pre_stride, residual_stride_t, residual_stride_s,
+                    residual_out_stride_t, residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
+                )  # fmt: skip
+                tl.store(out + (t - RANK * part if SCATTER else t) * out_stride + c, y, mask=here)
             if not SCATTER:
-                for behind in range(1, W):
-                    to = tl.load(control + _PEERS + (RANK + behind) % W) + results
-                    tl.store(_row(to, t, c, dtype, STRIDE), y, mask=tl.where(good, here, False))
-            y = _followed(
-                y, t, c, None, here, residual, post_mix, res_mix, pre_mix, norm_weight, post_norm_weight, residual_out,
-                eps, post_stride, comb_stride, pre_stride, residual_stride_t, residual_stride_s, residual_out_stride_t,
-                residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
-            )  # fmt: skip
-            tl.store(out + (t - RANK * part if SCATTER else t) * out_stride + c, y, mask=here)
-        if good & (there > 0) & (not SCATTER):
-            flag = (tile * _RANKS + RANK) * 8
-            _release(peers + result_flags + flag, call, (lane < W) & (lane != RANK))
+                _release(peers + result_flags + (tile * _RANKS + RANK) * 8, call, (lane < W) & (lane != RANK))
 
     # 3: the peers' sums
     if not SCATTER:
@@ -296,21 +300,47 @@ def _two_shot_kernel(
             if alive & (failed == 0) & (there > 0):
                 words = mine + result_flags + (tile * _RANKS + lane % _RANKS) * 8
                 failed = _awaited(control, words, call, lane % _RANKS == owner, call, False, THREADS)
-            good = alive & (failed == 0)
-            for step in range(0, there * columns):
+            for step in range(0, tl.where(alive & (failed == 0), there * columns, 0)):
                 t = (first + step // columns).to(tl.int64)
                 c = step % columns * BLOCK + tl.arange(0, BLOCK)
-                here = c < H
-                at = _row(mine + results, t, c, dtype, STRIDE)
-                y = tl.load(at, mask=tl.where(good, here, False), other=0.0, cache_modifier=".cg")
-                y = tl.where(good, y, float("nan")).to(dtype)
+                here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
+                y = tl.load(_row(mine + results, t, c, dtype, STRIDE), mask=here, other=0.0, cache_modifier=".cg")
                 y = _followed(
                     y, t, c, None, here, residual, post_mix, res_mix, pre_mix, norm_weight, post_norm_weight,
                     residual_out, eps, post_stride, comb_stride, pre_stride, residual_stride_t, residual_stride_s,
                     residual_out_stride_t, residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
                 )  # fmt: skip
                 tl.store(out + t * out_stride + c, y, mask=here)
-    _end(control, alone, RANK, call)
+
+    if (failed != 0) | (not alive):
+        tl.debug_barrier()  # what this program has written of these tiles is there
+        OWNERS: tl.constexpr = 1 if SCATTER else W
+        for unit in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            _nan(unit, RANK, part, T, out, out_stride, RANK * part if SCATTER else 0, residual_out,
+                 residual_out_stride_t, residual_out_stride_s, H, HC, TILE, BLOCK)  # fmt: skip
+        for unit in range(tl.program_id(0), tiles * (OWNERS - 1), tl.num_programs(0)):
+            _nan(unit // (W - 1), (RANK + 1 + unit % (W - 1)) % W, part, T, out, out_stride, 0, residual_out,
+                 residual_out_stride_t, residual_out_stride_s, H, HC, TILE, BLOCK)  # fmt: skip
+    _end(control, alone, tl.full([], RANK, tl.int32), call)
+
+
+@triton.jit
+def _nan(
+    tile, owner, part, T, out, out_stride, out_first, residual_out, residual_out_stride_t, residual_out_stride_s,
+    H: tl.constexpr, HC: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a tile is after a fault."""
+    columns: tl.constexpr = tl.cdiv(H, BLOCK)
+    first = owner * part + tile * TILE
+    for step in range(0, tl.minimum(tl.minimum(TILE, part - tile * TILE), T - first) * columns):
+        t = (first + step // columns).to(tl.int64)
+        c = step % columns * BLOCK + tl.arange(0, BLOCK)
+        nan = tl.full([BLOCK], float("nan"), tl.float32).to(out.dtype.element_ty)
+        tl.store(out + (t - out_first) * out_stride + c, nan, mask=c < H)
+        if residual_out is not None:
+            for stream in range(0, HC if HC else 1):
+                at = residual_out + t * residual_out_stride_t + stream * residual_out_stride_s + c
+                tl.store(at, nan, mask=c < H)
 
 
 @triton.jit
