@@ -180,8 +180,9 @@ def _offsets(layout: memory.Layout) -> tuple[int, ...]:
 
 def _options(kind: Kind, rank: int, constants: dict[str, Any], config: TwoShotConfig) -> dict[str, Any]:
     return constants | {
-        "KIND": kind.by(config.tile), "SCATTER": kind == Kind.FINALIZE_REDUCE_SCATTER, "TILE": config.tile, "RANK": rank,
-        "BLOCK": config.block, "THREADS": config.threads, "num_warps": config.warps, "maxnreg": config.registers,
+        "KIND": kind.by(config.tile), "SCATTER": kind == Kind.FINALIZE_REDUCE_SCATTER, "RANK": rank,
+        "TILE": config.tile, "BLOCK": config.block, "THREADS": config.threads, "num_warps": config.warps,
+        "maxnreg": config.registers,
     }  # fmt: skip
 
 
