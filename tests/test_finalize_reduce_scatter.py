@@ -1,6 +1,6 @@
 """finalize_reduce_scatter on gloo groups: the bits of its definition, and what it refuses.
 
-What a peer can do wrong is in test_all_reduce.py; the CUDA kernel is in test_two_shot.py and test_two_shot_triton.py."""
+What a peer can do wrong is in test_all_reduce.py; the CUDA kernel in test_two_shot.py and test_two_shot_triton.py."""
 
 import random
 import re

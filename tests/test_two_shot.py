@@ -1,12 +1,14 @@
 """The two-shot kernel without a GPU: its machine code, and its arithmetic and places in Triton's interpreter, where the
 ranks are processes that share memory. On a GPU: test_two_shot_triton.py."""
 
+import contextlib
+
 import machine_code
 import pytest
 import torch
 from ranks import Ranks
 
-from moetail import Numerics, reference
+from moetail import Numerics, reference, tuning
 from moetail.comm import workspace as words
 from moetail.comm.memory import Layout, cleared
 from moetail.comm.workspace import Fault, FaultKind, Kind
@@ -114,53 +116,47 @@ def test_configs():
 
 
 def interpreted(group, folder, H, calls, programs, config):
-    """A rank's calls, (op, T) each, one program after another, against the definition. Its memory is a mapped file."""
+    """A rank's calls, (op, T) each, through the kernels' own launches, one program after another, against the
+    definition. Its memory is a mapped file."""
     from moetail.comm import finalize_all_reduce_triton as one_shot
     from moetail.comm import two_shot_triton as two_shot
-    from moetail.ops.finalize_triton import Facts
 
     rank, W = group.rank(), group.size()
-    layout = Layout(W, MAX_TOKENS, H, 1)
+    tuning.ONE_SHOT_TOKENS["cpu", W] = 0
+    torch.cuda.device = lambda _: contextlib.nullcontext()  # this process is this test's own
+    one_shot._compile = two_shot._compile_scatter = lambda *_: None
+    one_shot.Place.programs = lambda *_: programs
+    two_shot.heuristic = lambda _, H, epilogue: two_shot._fitted(config, H, epilogue)
+    layout = Layout(W, MAX_TOKENS, H, 0)
     memory = [
         torch.from_file(f"{folder}/{r}", shared=True, size=layout.size // 2, dtype=torch.int16) for r in range(W)
     ]  # fmt: skip
     cleared(memory[rank], layout)
     group.barrier().wait()
     control = torch.tensor([1, 0, 0, 0, 2**62, 0, *(part.data_ptr() for part in memory)])
+    place = one_shot.Place(rank, W, MAX_TOKENS, True)
     for number, (op, T) in enumerate(calls, start=1):
         everyone = [call_arguments(r, T, H, number) for r in range(W)]
-        x, follows = everyone[rank], {"norm": norm_arguments, "mhc": mhc_arguments}.get(op, lambda *_: {})(T, H)
-        kind = {
-            "none": Kind.FINALIZE_ALL_REDUCE, "x": Kind.ALL_REDUCE, "scatter": Kind.FINALIZE_REDUCE_SCATTER,
-            "norm": Kind.FINALIZE_ALL_REDUCE_NORM, "mhc": Kind.FINALIZE_ALL_REDUCE_MHC,
-        }[op]  # fmt: skip
-        residual_out = torch.empty_like(follows["residual"]) if follows else None
-        name = op if follows else "none"
-        e = one_shot.Epilogue(name, residual_out=residual_out, **follows)
         partials = [reference.finalize(**arguments) for arguments in everyone]
+        want, epilogue, follows = reference.all_reduce(partials), one_shot.Epilogue(), {}
+        if op in ("norm", "mhc"):
+            follows = {"norm": norm_arguments, "mhc": mhc_arguments}[op](T, H)
+            want, new = getattr(reference, f"all_reduce_{op}")(partials, **follows)
+            epilogue = one_shot.Epilogue(op, residual_out=torch.empty_like(new), **follows)
         out = torch.full((T // W if op == "scatter" else T, H), 7.0, dtype=BF16)
         if op == "x":
-            inputs, strides_of_map = (partials[rank], None, None, None, None, None), (0, 0, 0, 0)
+            one_shot.launch_all_reduce(partials[rank], control, place, out)
         else:
-            inputs = (x["rows"], x["row_map"], x["weights"], x["shared"], None, None)
-            strides_of_map = (*x["row_map"].stride(), *x["weights"].stride())
-        tensors, strides, mixes = one_shot.operands(inputs, control, out, e)
-        facts = Facts.of(K, H, Numerics.TRTLLM, 1.0, False)
-        place = one_shot.Place(rank, W, MAX_TOKENS, True)
-        constants = one_shot.shared_constants(e, facts, place, finalize=op != "x")
-        fitted = two_shot._fitted(config, H, name)
-        numbers = (T, inputs[0].shape[0], *strides_of_map, 0, 1.0, EPS, *mixes, layout.slice_tokens)
-        two_shot._two_shot_kernel[(programs,)](
-            *tensors, *numbers, *strides, *two_shot._offsets(layout), **two_shot._options(kind, rank, constants, fitted)
-        )
+            inputs = (*everyone[rank].values(), None, None, 1.0, Numerics.TRTLLM, control, place, out)
+            if op == "scatter":
+                two_shot.launch_reduce_scatter(*inputs)
+                want = want.chunk(W)[rank] if T else want
+            else:
+                one_shot.launch(*inputs, epilogue)
         assert int(control[words.STATUS]) == 0 and int(control[words.CALL]) == number + 1
-        want = reference.all_reduce(partials)
-        if op == "scatter":
-            want = want.chunk(W)[rank] if T else want
-        elif follows:
-            want, new = getattr(reference, f"all_reduce_{op}")(partials, **follows)
-            assert_same_bits(residual_out, new)
         assert_same_bits(out, want)
+        if follows:
+            assert_same_bits(epilogue.residual_out, new)
     return True
 
 
@@ -202,7 +198,7 @@ def test_ranks_that_disagree_in_the_interpreter(tmp_path):
 
 # name: (ranks, H, programs, (tile, block, warps), (op, T) of each call)
 CALLS = {
-    "two-ranks": (2, 72, 2, (1, 32, 1), (("none", 24), ("x", 5), ("scatter", 24), ("none", 1), ("none", 0))),
+    "two-ranks": (2, 72, 2, (1, 32, 1), (("none", 24), ("x", 5), ("scatter", 24), ("none", 1))),
     "two-ranks-tiles": (2, 40, 1, (4, 64, 2), (("none", 23), ("scatter", 10), ("scatter", 24), ("scatter", 6))),
     "three-ranks": (3, 40, 1, (2, 32, 1), (("none", 20), ("scatter", 9), ("scatter", 0), ("x", 22), ("none", 2))),
     "four-ranks-norm": (4, 33, 1, (1, 0, 1), (("norm", 17), ("norm", 8), ("none", 24))),

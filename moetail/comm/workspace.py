@@ -143,8 +143,8 @@ class Workspace:
 
     Made by all ranks together, before any CUDA graph capture; never grown. `group` None or of one rank needs no memory
     and exchanges nothing. One call at a time: use from several streams must be ordered by events.
-    On a GPU about 6 * max_tokens * hidden bytes (less at two ranks, no more at eight), and 4 * world_size * hidden for
-    each token of a call that still goes in one shot (`tuning.one_shot_tokens`).
+    On a GPU it takes 4 (two ranks) to 5.5 (eight) * max_tokens * hidden bytes, and 4 * world_size * hidden for each
+    token up to the most that go in one shot (`tuning.one_shot_tokens`).
 
     dtype      bf16 | fp16
     timeout_s  how long a call waits for a peer. After that the workspace has a fault: on a GPU this and every later
