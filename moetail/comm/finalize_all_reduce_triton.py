@@ -148,7 +148,9 @@ def _launch(
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
     constants = shared_constants(e, facts, place, finalize=finalize)
     kind = _KINDS[e.name][finalize]
-    _compile(out.device, dtypes, strides, layout, place.ranks, kind, tuple(sorted(constants.items())))
+    _compile(
+        out.device, dtypes, strides, layout, numbers[3:6:2], place.ranks, kind, tuple(sorted(constants.items()))
+    )  # fmt: skip
     if layout.one_shot_tokens < T:
         from moetail.comm import two_shot_triton
 
@@ -193,27 +195,24 @@ def _stride(tensor: torch.Tensor | None, dim: int = 0) -> int:
     return 0 if tensor is None or dim == tensor.dim() - 1 else tensor.stride(dim)
 
 
-# T, R, five strides, scale, eps, the mixes' strides, rank: nothing else is not specialized.
-UNSPECIALIZED = (*(2,) * 7, 2.0, 2.0, *(2,) * 4)
-
-
 @functools.cache
 def _compile(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, ...], layout: memory.Layout,
-    ranks: tuple[int, ...], kind: Kind, constants: tuple[tuple[str, Any], ...],
+    steps: tuple[int, int], ranks: tuple[int, ...], kind: Kind, constants: tuple[tuple[str, Any], ...],
 ) -> None:  # fmt: skip
     """Compile and load what serves every T: a module that is loaded while another rank's kernel polls on
     the same GPU waits for it."""
     options = _options(kind, dict(constants))
+    unspecialized = (*(2,) * 7, 2.0, 2.0, *(2,) * 4)  # T, R, five strides, scale, eps, the mixes' strides, rank
     with torch.cuda.device(device):
         compiled = _finalize_all_reduce_kernel.warmup(
-            *dtypes, *UNSPECIALIZED, *strides, layout.slot_elements, grid=(1,), **options
+            *dtypes, *unspecialized, *strides, layout.slot_elements, grid=(1,), **options
         )
         compiled[(1, 1, 1)]
     if layout.one_shot_tokens < layout.max_tokens:
         from moetail.comm import two_shot_triton
 
-        two_shot_triton.compile_all(device, dtypes, strides, layout, ranks, kind, dict(constants))
+        two_shot_triton.compile_all(device, dtypes, strides, layout, steps, ranks, kind, dict(constants))
 
 
 # The mixes may be parts of one tensor, at any alignment: their pointers are not specialized either.

@@ -77,11 +77,11 @@ def heuristic(W: int, H: int, epilogue: str) -> TwoShotConfig:
     """The config of every call: T is no part of it.
 
     A guess, nothing of this kernel is measured yet. The prototype's best was tile 1, block 1024, 4 warps, 4 programs
-    (H200, two ranks, H 5120: 266 us at 8192 tokens, 408 with larger tiles and blocks). Fewer programs where 128 a
-    thread spill (sm_90, Triton 3.9): 232 bytes at eight ranks, 136 in the norm at four.
+    (H200, two ranks, H 5120: 266 us at 8192 tokens, 408 with larger tiles and blocks). A norm by 8 warps at more
+    than two ranks would spill (sm_90, Triton 3.9).
     """
     if epilogue == "none":
-        config = TwoShotConfig(tile=1, block=1024, warps=4, programs=4 if W <= 4 else 3)
+        config = TwoShotConfig(tile=1, block=1024, warps=4, programs=4)
     elif epilogue == "norm" and W == 2:
         config = TwoShotConfig(tile=1, block=0, warps=8, programs=2)
     else:
@@ -93,8 +93,8 @@ def every_config(H: int, epilogue: str) -> tuple[TwoShotConfig, ...]:
     """What a tuner may try."""
     shapes = ((0, 16, 1), (0, 16, 2), (0, 8, 1), (0, 8, 2), (0, 32, 1))
     if epilogue == "none":
-        shapes = ((1024, 4, 3), (1024, 4, 4), (1024, 4, 6), (2048, 8, 2), (2048, 8, 3), (2048, 4, 4), (512, 2, 8),
-                  (4096, 16, 1))  # type: ignore[assignment] # fmt: skip
+        shapes = ((1024, 4, 3), (1024, 4, 4), (1024, 4, 5), (1024, 4, 6), (2048, 8, 2), (2048, 8, 3),
+                  (2048, 4, 4), (512, 2, 8), (4096, 16, 1))  # type: ignore[assignment] # fmt: skip
     found = (
         _fitted(TwoShotConfig(tile, *shape), H, epilogue) for shape in shapes for tile in (1, 2, 4)
     )  # fmt: skip
@@ -110,10 +110,10 @@ def _fitted(config: TwoShotConfig, H: int, epilogue: str) -> TwoShotConfig:
 
 def run(
     tensors: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...], strides: tuple[int, ...], layout: memory.Layout,
-    place: Place, T: int, kind: Kind, constants: dict[str, Any], config: TwoShotConfig | None = None,
+    place: Place, T: int, kind: Kind, constants: dict[str, Any],
 ) -> None:  # fmt: skip
     """Write the tensors' `out`, of T tokens or this rank's share of them. The arguments are the one-shot launch's."""
-    config = heuristic(constants["W"], layout.hidden, constants["EPILOGUE"]) if config is None else config
+    config = heuristic(constants["W"], layout.hidden, constants["EPILOGUE"])
     device = next(t for t in tensors if t is not None).device
     programs = place.programs(device, config.warps, config.threads * config.programs)
     tiles = triton.cdiv(triton.cdiv(T, place.world_size), config.tile)
@@ -150,27 +150,32 @@ def launch_reduce_scatter(
         0 if shared_gate is None else shared_gate.stride(0), float(routed_scale), float(e.eps), *mixes,
     )  # fmt: skip
     dtypes, kind = tuple(None if t is None else t.dtype for t in tensors), Kind.FINALIZE_REDUCE_SCATTER
-    _compile_scatter(rows.device, dtypes, strides, layout, place.ranks, tuple(sorted(constants.items())))
+    _compile_scatter(
+        rows.device, dtypes, strides, layout, numbers[3:6:2], place.ranks, tuple(sorted(constants.items()))
+    )
     run(tensors, numbers, strides, layout, place, T, kind, constants)
 
 
 @functools.cache
-def _compile_scatter(device, dtypes, strides, layout, ranks, constants) -> None:
-    compile_all(device, dtypes, strides, layout, ranks, Kind.FINALIZE_REDUCE_SCATTER, dict(constants))
+def _compile_scatter(device, dtypes, strides, layout, steps, ranks, constants) -> None:
+    compile_all(device, dtypes, strides, layout, steps, ranks, Kind.FINALIZE_REDUCE_SCATTER, dict(constants))
 
 
 def compile_all(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, ...], layout: memory.Layout,
-    ranks: tuple[int, ...], kind: Kind, constants: dict[str, Any],
+    steps: tuple[int, int], ranks: tuple[int, ...], kind: Kind, constants: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Compile and load what serves every T, for each of these ranks: those whose calls this process makes."""
+    """Compile and load what serves every T, for each of these ranks: those whose calls this process makes.
+
+    steps: the strides of k, in row_map and weights."""
     config = heuristic(constants["W"], layout.hidden, constants["EPILOGUE"])
+    unspecialized = (2, 2, 2, steps[0], 2, steps[1], 2, 2.0, 2.0, 2, 2, 2, 2)
     with torch.cuda.device(device):
         for rank in ranks:
             options = _options(kind, rank, constants, config)
             compiled = _two_shot_kernel.warmup(
-                *dtypes, *one_shot.UNSPECIALIZED, *strides, *_offsets(layout), grid=(1,), **options
-            )
+                *dtypes, *unspecialized, *strides, *_offsets(layout), grid=(1,), **options
+            )  # fmt: skip
             compiled[(1, 1, 1)]
 
 
@@ -186,9 +191,9 @@ def _options(kind: Kind, rank: int, constants: dict[str, Any], config: TwoShotCo
     }  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
-                               "gate_stride", "scale", "eps", "post_stride", "comb_stride", "pre_stride",
-                               "slice_tokens"],
+# The strides of k are specialized: where they are 1, 24 registers of offsets become constants (K 6).
+@triton.jit(do_not_specialize=["T", "R", "map_stride_t", "weights_stride_t", "gate_stride", "scale", "eps",
+                               "post_stride", "comb_stride", "pre_stride", "slice_tokens"],
             do_not_specialize_on_alignment=["post_mix", "res_mix", "pre_mix"])  # fmt: skip
 def _two_shot_kernel(
     rows, row_map, weights, shared, gate, num_valid_rows, residual, post_mix, res_mix, pre_mix, norm_weight,
@@ -245,20 +250,20 @@ def _two_shot_kernel(
             flag = ((phase * slice_tokens + tile) * _RANKS + RANK) * 8
             _release(peers + arrivals + flag, call, lane == owner)
 
-    failed = tl.zeros([], tl.int32)
-    if alive:
+    failed = tl.where(alive, _READY, _LATE)
+    if failed == 0:
         words = mine + (phase * W + lane % _RANKS) * 8
-        failed = _awaited(control, words, header, lane % _RANKS < W, call, True, THREADS)
+        failed = _awaited(control, words, header, tl.where(lane % _RANKS < W, -1, 0), call, True, THREADS)
 
     # 2: sums of the own tiles
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         first = RANK * part + tile * TILE
         there = tl.minimum(tl.minimum(TILE, part - tile * TILE), T - first)
-        if alive & (failed == 0) & (there > 0):
+        if (failed == 0) & (there > 0):
             words = mine + arrivals + ((phase * slice_tokens + tile) * _RANKS + lane % _RANKS) * 8
-            other = (lane % _RANKS < W) & (lane % _RANKS != RANK)
-            failed = _awaited(control, words, call, other, call, False, THREADS)
-        if alive & (failed == 0) & (there > 0):
+            others = tl.where((lane % _RANKS < W) & (lane % _RANKS != RANK), -1, 0)
+            failed = _awaited(control, words, call, others, call, False, THREADS)
+        if (failed == 0) & (there > 0):
             for step in range(0, there * columns):
                 t = (first + step // columns).to(tl.int64)
                 c = step % columns * BLOCK + tl.arange(0, BLOCK)
@@ -298,10 +303,11 @@ def _two_shot_kernel(
             tile, owner = unit // (W - 1), (RANK + 1 + unit % (W - 1)) % W
             first = owner * part + tile * TILE
             there = tl.minimum(tl.minimum(TILE, part - tile * TILE), T - first)
-            if alive & (failed == 0) & (there > 0):
+            if (failed == 0) & (there > 0):
                 words = mine + result_flags + (tile * _RANKS + lane % _RANKS) * 8
-                failed = _awaited(control, words, call, lane % _RANKS == owner, call, False, THREADS)
-            for step in range(0, tl.where(alive & (failed == 0), there * columns, 0)):
+                from_owner = tl.where(lane % _RANKS == owner, -1, 0)
+                failed = _awaited(control, words, call, from_owner, call, False, THREADS)
+            for step in range(0, tl.where(failed == 0, there * columns, 0)):
                 t = (first + step // columns).to(tl.int64)
                 c = step % columns * BLOCK + tl.arange(0, BLOCK)
                 here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
@@ -313,7 +319,7 @@ def _two_shot_kernel(
                 )  # fmt: skip
                 tl.store(out + t * out_stride + c, y, mask=here)
 
-    if (failed != 0) | (not alive):
+    if failed != 0:
         tl.debug_barrier()  # what this program has written of these tiles is there
         OWNERS: tl.constexpr = 1 if SCATTER else W
         for unit in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -400,8 +406,8 @@ def _acquired(addresses):
 
 @triton.jit
 def _awaited(control, addresses, wanted, relevant, call, HEADERS: tl.constexpr, THREADS: tl.constexpr):
-    """Wait until the word of every relevant lane is `wanted`; lane i looks at that of rank i % 8. Returns _READY, or
-    what is wrong, and then the fault is set."""
+    """Wait until the word of every relevant lane (-1, the others 0) is `wanted`; lane i looks at that of rank i % 8.
+    Returns _READY, or what is wrong, and then the fault is set."""
     rank = tl.arange(0, THREADS) % _RANKS
     timeout = tl.load(control + _TIMEOUT_NS)
     since = tl.zeros([], tl.int64)
@@ -411,7 +417,7 @@ def _awaited(control, addresses, wanted, relevant, call, HEADERS: tl.constexpr, 
         state = tl.where(word == wanted, _READY, _WAITING)
         if HEADERS:
             state = tl.where((word != wanted) & (word >> 32 == wanted >> 32), _WRONG, state)
-        worst = _uniform(tl.where(relevant, state * _RANKS + rank, 0))
+        worst = _uniform((state * _RANKS + rank) & relevant)
         if worst // _RANKS == _WAITING:
             now = _uniform(_globaltimer(tl.arange(0, THREADS)))
             since = tl.where(since == 0, now, since)
