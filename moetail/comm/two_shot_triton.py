@@ -77,12 +77,12 @@ def heuristic(W: int, H: int, epilogue: str) -> TwoShotConfig:
     """The config of every call: T is no part of it.
 
     A guess, nothing of this kernel is measured yet. The prototype's best was tile 1, block 1024, 4 warps, 4 programs
-    (H200, two ranks, H 5120: 266 us at 8192 tokens, 408 with larger tiles and blocks). A norm by 8 warps at more
-    than two ranks would spill (sm_90, Triton 3.9).
+    (H200, two ranks, H 5120: 266 us at 8192 tokens, 408 with larger tiles and blocks). A norm by 8 warps of more
+    columns or ranks would spill (sm_90, Triton 3.9).
     """
     if epilogue == "none":
         config = TwoShotConfig(tile=1, block=1024, warps=4, programs=4)
-    elif epilogue == "norm" and W == 2:
+    elif epilogue == "norm" and W == 2 and H <= 8192:
         config = TwoShotConfig(tile=1, block=0, warps=8, programs=2)
     else:
         config = TwoShotConfig(tile=1, block=0, warps=16, programs=1)
