@@ -20,6 +20,7 @@ from moetail.ops.grouped_gemm import block_for, grouped_gemm
 from moetail.ops.permute import permute
 from moetail.ops.route import route
 from moetail.plan import plan_tails
+from moetail.quantization import Quant, Quantized
 from moetail.routing import Permutation, Router
 
 __version__ = "0.1.0"
@@ -29,6 +30,8 @@ __all__ = [
     "MoEOutput",
     "Numerics",
     "Permutation",
+    "Quant",
+    "Quantized",
     "Router",
     "TailSpec",
     "TritonExperts",

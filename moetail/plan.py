@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-COVERAGE = ("heuristic", "bucket", "exact")  # `tuning.Answer.how`, from worst to best
+COVERAGE = ("stale", "heuristic", "bucket", "exact")  # `tuning.HOW`, from worst to best
 
 
 class Place(enum.Enum):

@@ -1,27 +1,61 @@
 """Which config a kernel runs with: tuned on this GPU where a file says so. A heuristic answers everywhere else.
 
-A file holds one GPU's entries; an entry one op, shape and dtype, with explicit intervals of T. An entry is used only
+A file holds one GPU's entries; an entry one op's shape and dtype, with explicit intervals of T. An entry is used only
 where the kernel's source and Triton are those it was tuned with: otherwise it is stale, a warning says so once, and the
-heuristic runs. A config changes time, never bits, so no lookup can change a result.
+heuristic runs. A config changes time, never bits, so no lookup can change a result. No key knows who finalizes.
 Files: `moetail/configs/*.json`, and those in the folder that MOETAIL_CONFIGS names (which win).
+`lookup` answers one call. `segments` answers every call from min_T to max_T: that is what `moetail coverage` prints.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import os
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 # (GPU, ranks) -> the most tokens that cross the link in one shot: more go in two (`comm/two_shot_triton.py`).
 ONE_SHOT_TOKENS: dict[tuple[str, int], int] = {}  # none measured yet
 
-SCHEMA = 1
+SCHEMA = 2
 PACKAGED = Path(__file__).resolve().parent / "configs"
+HOW = ("stale", "heuristic", "bucket", "exact")  # from worst to best
+
+Config = tuple[tuple[str, Any], ...]
+_C = TypeVar("_C")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an op is tuned for, T left out. `dims` name what the time depends on, in the op's own order."""
+
+    op: str
+    dims: tuple[tuple[str, int | str], ...]
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return " ".join((self.op, *(f"{name}={value}" for name, value in self.dims)))
+
+    def __getitem__(self, name: str) -> Any:
+        return dict(self.dims)[name]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an entry is for, and what it was tuned with (`source`: a hash of the kernel's text)."""
+
+    shape: Shape
+    gpu: str
+    source: str
+    triton: str
 
 
 @dataclass(frozen=True)
@@ -31,67 +65,133 @@ class Bucket:
     min_T: int
     max_T: int
     tuned_T: int
-    config: tuple[tuple[str, int], ...]
+    config: Config
 
     def holds(self, T: int) -> bool:
         return self.min_T <= T <= self.max_T
 
 
 @dataclass(frozen=True)
-class Key:
-    """What an entry is for, and what it was tuned with (`source`: a hash of the kernel's text)."""
+class Answer:
+    """how: "exact" (T was measured), "bucket" (T lies in an interval that was), "heuristic" (no config), or "stale":
+    there is one, of another kernel or Triton, and it is not used. `why` says more."""
 
-    op: str
-    gpu: str
-    K: int
-    H: int
-    dtype: str
-    source: str
-    triton: str
+    how: str
+    config: Config | None
+    why: str = ""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """how: "exact" (T was measured), "bucket" (T lies in an interval that was), or "heuristic" (no config)."""
+class Segment:
+    """Calls of min_T to max_T tokens, both included, get `answer`."""
 
-    how: str
-    config: tuple[tuple[str, int], ...] | None
+    min_T: int
+    max_T: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class _Found:
+    buckets: tuple[Bucket, ...]
+    stale: str  # what the stale entry was tuned with; "": there is none
 
 
 def lookup(key: Key, T: int) -> Answer:
-    """The tuned config for T tokens, and how well it is covered."""
-    for bucket in buckets(key):
+    """The tuned config for T tokens, and how well it is covered. A stale entry warns, once a key."""
+    found = _read_entry(key)
+    if found.stale:
+        _warn_stale(key, found.stale)
+    return _answer(found, T)
+
+
+def segments(key: Key, min_T: int, max_T: int) -> tuple[Segment, ...]:
+    """The answer to every T from min_T to max_T, neighbours with equal answers joined. Warns of nothing."""
+    found = _read_entry(key)
+    cuts = {min_T}
+    for bucket in found.buckets:
+        cuts |= {bucket.min_T, bucket.max_T + 1, bucket.tuned_T, bucket.tuned_T + 1}
+    starts = sorted(cut for cut in cuts if min_T <= cut <= max_T)
+    parts: list[Segment] = []
+    for first, beyond in zip(starts, [*starts[1:], max_T + 1], strict=True):
+        answer = _answer(found, first)
+        if parts and parts[-1].answer == answer:
+            parts[-1] = Segment(parts[-1].min_T, beyond - 1, answer)
+        else:
+            parts.append(Segment(first, beyond - 1, answer))
+    return tuple(parts)
+
+
+def _answer(found: _Found, T: int) -> Answer:
+    if found.stale:
+        return Answer("stale", None, found.stale)
+    for bucket in found.buckets:
         if bucket.holds(T):
-            return Answer("exact" if bucket.tuned_T == T else "bucket", bucket.config)
-    return Answer("heuristic", None)
+            return Answer("exact" if bucket.tuned_T == T else "bucket", bucket.config, f"measured at {bucket.tuned_T}")
+    if not found.buckets:
+        return Answer("heuristic", None, "this shape was never tuned")
+    last = max(bucket.max_T for bucket in found.buckets)
+    return Answer("heuristic", None, f"above the largest bucket, {last}" if last < T else "not measured here")
+
+
+def tuned(kind: type[_C], device: torch.device, shape: Shape, source: str, T: int) -> _C | None:
+    """The config of class `kind` for a call on this device; None: the heuristic's."""
+    return _tuned(kind, device, shape, source, T) if device.type == "cuda" else None  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=8192)
+def _tuned(kind: type[_C], device: torch.device, shape: Shape, source: str, T: int) -> _C | None:
+    config = lookup(key_on(device, shape, source), T).config
+    return None if config is None else kind(**dict(config))
+
+
+def every_tuned(kind: type[_C], device: torch.device, shape: Shape, source: str) -> tuple[_C, ...]:
+    """All that `tuned` can answer for some T: what has to be compiled so that no later T compiles."""
+    if device.type != "cuda":
+        return ()
+    buckets = _read_entry(key_on(device, shape, source)).buckets
+    return tuple(dict.fromkeys(kind(**dict(bucket.config)) for bucket in buckets))
+
+
+def key_on(device: torch.device, shape: Shape, source: str) -> Key:
+    return Key(shape, torch.cuda.get_device_name(device), source, triton_version())
+
+
+def forget() -> None:
+    """Read the files again at the next lookup: for tests and the tuner."""
+    _read_entry.cache_clear()
+    _tuned.cache_clear()
+    _warn_stale.cache_clear()
 
 
 @functools.cache
-def buckets(key: Key) -> tuple[Bucket, ...]:
-    """Every interval of the entry for this key; empty where there is none. A stale entry warns, once."""
-    stale = None
+def _read_entry(key: Key) -> _Found:
+    """Every interval of the entry for this key, or what is stale about it."""
+    stale = ""
     for path in config_files():
         for entry in read(path):
-            if (entry["op"], entry["gpu"], entry["K"], entry["H"], entry["dtype"]) != (
-                key.op, key.gpu, key.K, key.H, key.dtype
-            ):  # fmt: skip
+            if (shape_of(entry), entry["gpu"]) != (key.shape, key.gpu):
                 continue
             if (entry["source"], entry["triton"]) == (key.source, key.triton):
-                return tuple(
-                    Bucket(b["min_T"], b["max_T"], b["tuned_T"], tuple(sorted(b["config"].items())))
-                    for b in entry["buckets"]
+                return _Found(
+                    tuple(
+                        Bucket(b["min_T"], b["max_T"], b["tuned_T"], tuple(sorted(b["config"].items())))
+                        for b in entry["buckets"]
+                    ),
+                    "",
                 )
-            stale = (path, entry)
-    if stale is not None:
-        path, entry = stale
-        warnings.warn(
-            f"moetail: the configs tuned for {key.op} K={key.K} H={key.H} on {key.gpu} in {path} are stale (kernel "
-            f"{entry['source']}, Triton {entry['triton']}; now {key.source}, {key.triton}): the heuristic is used; "
-            f"run moetail tune {key.op}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return ()
+            stale = (f"{path.name}: tuned with kernel {entry['source']}, Triton {entry['triton']}; "
+                     f"now {key.source}, {key.triton}")  # fmt: skip
+    return _Found((), stale)
+
+
+@functools.cache
+def _warn_stale(key: Key, why: str) -> None:
+    warnings.warn(
+        f"moetail: the configs of {key.shape} on {key.gpu} are stale ({why}): the heuristic is used; run moetail tune "
+        f"{key.shape.op}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def one_shot_tokens(gpu: str, world_size: int) -> int:
@@ -121,20 +221,70 @@ def read(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"config file {path} must be JSON of schema {SCHEMA} with entries: {error}") from error
 
 
-def entry(key: Key, found: list[tuple[int, dict[str, int]]], last_T: int) -> dict[str, Any]:
-    """An entry from (T, config) pairs in rising T: each config holds from its T to just below the next, the last one to
-    `last_T`."""
-    ends = [T - 1 for T, _ in found[1:]] + [last_T]
+def shape_of(entry: dict[str, Any]) -> Shape:
+    return Shape(entry["op"], tuple(entry["dims"].items()), entry["dtype"])
+
+
+def entry(key: Key, buckets: Sequence[tuple[Bucket, dict[str, Any]]]) -> dict[str, Any]:
+    """An entry from buckets that do not overlap, each with what was measured."""
     return {
-        "op": key.op, "gpu": key.gpu, "K": key.K, "H": key.H, "dtype": key.dtype, "source": key.source,
-        "triton": key.triton,
+        "op": key.shape.op, "gpu": key.gpu, "dims": dict(key.shape.dims), "dtype": key.shape.dtype,
+        "source": key.source, "triton": key.triton,
         "buckets": [
-            {"min_T": T, "max_T": end, "tuned_T": T, "config": config}
-            for (T, config), end in zip(found, ends, strict=True)
+            {"min_T": b.min_T, "max_T": b.max_T, "tuned_T": b.tuned_T, "config": dict(b.config), **measured}
+            for b, measured in sorted(buckets, key=lambda pair: pair[0].min_T)
         ],
     }  # fmt: skip
 
 
-def source_hash(*texts: str) -> str:
-    """A short name for the kernel's text."""
+def gpu_named(text: str) -> tuple[str, str]:
+    """(the GPU, Triton) of the one GPU in the files whose name contains `text`, in any case: "h200".
+
+    Raises: ValueError where no file, or more than one GPU or Triton, is meant.
+    """
+    known = {(entry["gpu"], entry["triton"]) for path in config_files() for entry in read(path)}
+    meant = sorted(pair for pair in known if text.lower() in pair[0].lower())
+    if len(meant) != 1:
+        names = "; ".join(f"{gpu}, Triton {version}" for gpu, version in meant or sorted(known))
+        raise ValueError(f"gpu must name one GPU of the config files ({names or 'there are none'}), got {text!r}")
+    return meant[0]
+
+
+def digest(device: torch.device) -> str:
+    """A short name for all that lookups on this device can answer; "" on a CPU, which has nothing tuned."""
+    if device.type != "cuda":
+        return ""
+    gpu = torch.cuda.get_device_name(device)
+    entries = [entry for path in config_files() for entry in read(path) if entry["gpu"] == gpu]
+    return hashlib.sha256(json.dumps([triton_version(), entries], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_ranks(digests: Sequence[str]) -> None:
+    """Ranks with other configs would wait for each other at every layer. `digests`: of all ranks, in rank order.
+
+    Raises: ValueError, the same on every rank, where they differ.
+    """
+    for rank, theirs in enumerate(digests):
+        if theirs != digests[0]:
+            raise ValueError(
+                f"configs must be the same on every rank (the package's, those of MOETAIL_CONFIGS, Triton's version), "
+                f"got {digests[0]!r} on rank 0 and {theirs!r} on rank {rank}"
+            )
+
+
+def source_hash(*kernels: Any) -> str:
+    """A short name for the text of these functions, Triton's or plain."""
+    texts = [inspect.getsource(getattr(kernel, "fn", kernel)) for kernel in kernels]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A config dataclass as what a file holds."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}

@@ -24,6 +24,7 @@ class Code:
     stack: int
     local: int
     shared: int  # bytes of shared memory
+    sass: str
 
     def count(self, pattern):
         return len(re.findall(pattern, self.ptx))
@@ -33,6 +34,13 @@ class Code:
         """32-bit registers that loads from global memory fill two or four at a time."""
         load = r"ld\.global(?:\.\w+)*"
         return 4 * self.count(load + r"\.v4\.b32") + 2 * self.count(load + r"\.v2\.b32")
+
+    @property
+    def load_batches(self):
+        """How often, before the first reduction, 16-byte loads follow arithmetic: each may wait for memory."""
+        kinds = re.findall(r"\s(LDG\.E\.\S*128|FFMA|REDUX)\S*\s", self.sass.split("REDUX")[0])
+        order = "".join("L" if kind.startswith("LDG") else "F" for kind in kinds)
+        return len(re.findall("L+", order))
 
     @property
     def before_wait(self):
@@ -64,10 +72,10 @@ def sm_90(kernel, pointers, constants, options, aligned=(), unaligned=None):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(asm["cubin"])
         cubin.flush()
-        dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-        usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    numbers = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL"))
-    return Code(asm["ptx"], *numbers, made.metadata.shared)
+        dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "-sass", cubin.name]
+        dumped = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    numbers = (int(re.search(rf"{what}:(\d+)", dumped)[1]) for what in ("REG", "STACK", "LOCAL"))
+    return Code(asm["ptx"], *numbers, made.metadata.shared, dumped)
 
 
 def run(script):

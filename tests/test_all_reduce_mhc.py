@@ -118,7 +118,7 @@ def test_opcheck():
     mhc = [t.clone() if isinstance(t, torch.Tensor) else t for t in ordered(mhc_of(4, 3))]
     control = Workspace(None, MAX_TOKENS, H, device=CPU).control
     outputs = torch.empty(4, H, dtype=BF16), torch.empty(4, 3, H + 8, dtype=BF16)[:, :, :H]
-    args = (partial_of(0, 4), *mhc, control, "", 0, 1, MAX_TOKENS, False, *outputs)
+    args = (partial_of(0, 4), *mhc, control, "", 0, 1, MAX_TOKENS, False, *outputs, None, None, None)
     torch.library.opcheck(torch.ops.moetail.all_reduce_mhc.default, args)
 
 

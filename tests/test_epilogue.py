@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moetail import reference
-from moetail.ops.epilogue_triton import _mhc, _residual_norm, _rms_norm
+from moetail import Quant, reference
+from moetail.ops.epilogue_triton import _mhc, _quantize, _residual_norm, _rms_norm
 from moetail.testing import assert_same_bits
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -116,3 +116,69 @@ def test_mhc_at_any_width(device, dtype):
         assert_same_bits(h, want[0])
     nothing = [t[:0] for t in (y, old, old, *mixes)]
     mhc_kernel[(1,)](*nothing, weight, y[:0], 0, 1e-6, H=H, HC=HC, BLOCK=512, num_warps=16, enable_fp_fusion=False)
+
+
+@triton.jit
+def quantize_kernel(
+    h, values, scales, scales_stride_t, scales_stride_g, T, H: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr
+):
+    t = tl.program_id(0)
+    c = tl.arange(0, BLOCK)
+    here = tl.where(T > 0, c < H, False)
+    row = tl.load(h + t * H + c, mask=here, other=float("nan"))
+    at = scales + t * scales_stride_t
+    _quantize(row, values + t * H + c, at, scales_stride_g, T > 0, here, H, BLOCK, QUANT)
+
+
+def quantized(h, quant, *, block=None, warps=4, column_major=False):
+    """Values and scales by the device function; where nothing may be written they stay 0x55."""
+    T, H = h.shape
+    values = torch.full((T + 1, H), 0x55, dtype=torch.uint8, device=h.device)
+    groups = H // quant.group
+    scales = torch.full((T + 1, groups), 0x55, device=h.device).to(quant.scale_dtype)
+    scales = scales.t().contiguous().t() if column_major else scales
+    quantize_kernel[(max(T, 1),)](
+        h, values, scales, *scales.stride(), T, H=H, BLOCK=block or triton.next_power_of_2(H), QUANT=quant.name,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    assert (values[T] == 0x55).all() and (scales[T] == 0x55).all()
+    return values[:T].view(torch.float8_e4m3fn), scales[:T]
+
+
+def every_bf16():
+    """All 65536 of them, sorted so that a group's elements are close: in every group some are rounded."""
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
+
+
+FORMATS = [Quant.FP8_GROUP128, Quant.FP8_GROUP128_UE8M0, Quant.MXFP8]
+
+
+@pytest.mark.parametrize("quant", FORMATS, ids=lambda quant: quant.name)
+def test_every_bf16_is_quantized_as_the_reference_does(device, quant):
+    """Infinities and NaNs in groups of their own, and once more shuffled. Not subnormals in the interpreter, which
+    reads them wrongly (Triton 3.9)."""
+    x = every_bf16()
+    x = torch.where((x.float().abs() < 2.0**-126) & (device == "cpu"), 0.0, x)
+    finite = torch.where(x.isfinite(), x, 1.0)
+    shuffled = finite[torch.randperm(2**16)]
+    steps = torch.linspace(-460, 460, 2**15).to(BF16)  # a group has the full range
+    h = torch.cat([x, shuffled, steps.view(-1, 128).t().reshape(-1)]).view(-1, 1024).to(device)
+    values, scales = quantized(h, quant)
+    want, want_scales = reference.quantize(h, quant)
+    assert_same_bits(values.view(torch.uint8), want.view(torch.uint8))
+    assert_same_bits(scales, want_scales)
+
+
+@pytest.mark.parametrize("quant", FORMATS, ids=lambda quant: quant.name)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_quantize_at_any_width(device, quant, dtype):
+    """Programs wider than a row, scales of any strides, and no tokens: nothing is written."""
+    for H in (128, 384, 640):
+        h = (torch.randn(3, H, device=device) * torch.logspace(-7, 4, H, device=device)).to(dtype)
+        h[0, :128] = 0.0
+        want = reference.quantize(h, quant)
+        for block, warps, column_major in ((None, 1, False), (1024, 4, True), (2048, 16, False)):
+            got = quantized(h, quant, block=block, warps=warps, column_major=column_major)
+            assert_same_bits(got[0].view(torch.uint8), want[0].view(torch.uint8))
+            assert_same_bits(got[1], want[1])
+    quantized(h[:0], quant)

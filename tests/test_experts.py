@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moetail
-from moetail import GroupedMMExperts, MoELayer, TailSpec, TritonExperts, UnfinalizedMoEOutput, experts
+from moetail import GroupedMMExperts, MoELayer, TailSpec, TritonExperts, UnfinalizedMoEOutput, experts, tuning
 from moetail.integrations.transformers import expert_rows
 from moetail.plan import LayerFacts, Place, WorldFacts, plan_tails
 from moetail.testing import assert_same_bits
@@ -135,7 +135,7 @@ PLANS = {Place.NEXT_LAYER: plan_of(tp=2), Place.MOE_LAYER: plan_of(), Place.EXPE
 
 
 def layer_of(call, backend, place):
-    shared = torch.randn(H, H, generator=torch.Generator().manual_seed(8)).to(BF16) * H**-0.5
+    shared = (torch.randn(H, H, generator=torch.Generator().manual_seed(8)).to(BF16) * H**-0.5).to(call.hidden.device)
     return MoELayer(
         lambda hidden: (call.weights, call.ids), backend(call.up, call.down), (lambda hidden: hidden @ shared,),
         plan=PLANS[place], index=0,
@@ -175,9 +175,31 @@ def test_deferred_and_finalized_calls_ask_for_the_same_configs(backend, monkeypa
     assert asked[Place.NEXT_LAYER] == asked[Place.MOE_LAYER] == asked[Place.EXPERTS]
 
 
+@pytest.mark.gpu
+def test_deferred_and_finalized_calls_look_up_the_same_keys(monkeypatch):
+    call, asked = Call(device="cuda"), {}
+    real = tuning.tuned
+    for place in PLANS:
+        layer, seen = layer_of(call, TritonExperts, place), []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                tuning, "tuned",
+                lambda kind, device, shape, source, T, seen=seen: seen.append((shape, source, T))
+                or real(kind, device, shape, source, T),
+            )  # fmt: skip
+            if place is Place.NEXT_LAYER:
+                layer.forward_unfinalized(call.hidden).complete()
+            else:
+                layer(call.hidden)
+        asked[place] = [key for key in seen if not key[0].op.startswith("finalize")]
+    assert [shape.op for shape, _, _ in asked[Place.EXPERTS]] == ["permute", "grouped_gemm", "grouped_gemm"]
+    assert asked[Place.NEXT_LAYER] == asked[Place.MOE_LAYER] == asked[Place.EXPERTS]
+
+
 @BACKENDS
-def test_the_tail_has_the_bits_of_experts_finalize_add(backend):
-    call = Call()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_tail_has_the_bits_of_experts_finalize_add(backend, device):
+    call = Call(device=device)
     assert all(PLANS[place].place(0, T) is place for place in PLANS)
     out = call(backend)
     layers = {place: layer_of(call, backend, place) for place in PLANS}

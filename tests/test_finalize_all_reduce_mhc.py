@@ -52,7 +52,7 @@ def test_opcheck():
     control = Workspace(None, MAX_TOKENS, H, device=CPU).control
     outputs = torch.empty(4, H, dtype=BF16), torch.empty(4, 3, H + 8, dtype=BF16)[:, :, :H]
     more = torch.randn(4, 1).to(torch.float16), torch.tensor([9]), 1.5, Numerics.TRTLLM.spec
-    args = (*inputs_of(0, 4), *more, *mhc, control, "", 0, 1, MAX_TOKENS, False, *outputs)
+    args = (*inputs_of(0, 4), *more, *mhc, control, "", 0, 1, MAX_TOKENS, False, *outputs, None, None, None)
     torch.library.opcheck(torch.ops.moetail.finalize_all_reduce_mhc.default, args)
 
 

@@ -22,26 +22,30 @@ import json, triton
 from machine_code import sm_90
 from moetail.comm import finalize_all_reduce_triton as m
 results = {}
-for W, H, K, epilogue in ((2, 5120, 6, "none"), (8, 7168, 8, "none"), (2, 5120, 6, "norm"), (4, 7168, 8, "norm"),
-                          (2, 5120, 6, "mhc"), (4, 5120, 6, "mhc")):
+for W, H, K, epilogue, quant in ((2, 5120, 6, "none", None), (8, 7168, 8, "none", None), (2, 5120, 6, "norm", None),
+                                 (4, 7168, 8, "norm", None), (2, 5120, 6, "mhc", None), (4, 5120, 6, "mhc", None),
+                                 (4, 5120, 6, "norm", "fp8_group128"), (2, 5120, 6, "mhc", "mxfp8")):
     warps = m._WARPS if epilogue == "none" else m._ROW_WARPS
     block = m._BLOCK if epilogue == "none" else triton.next_power_of_2(H)
     constants = dict(K=K, H=H, PRODUCT="fma", GROUPS=1, SCALE="none", TWO_ROUNDINGS=True, POSITIVE_ZERO=False, PDL=True,
                      KIND=2, FINALIZE=True, EPILOGUE=epilogue, HC=4, ZERO_CENTRED=False, W=W, BLOCK=block,
-                     THREADS=32 * warps, gate=None, num_valid_rows=None, post_norm_weight=None)
+                     THREADS=32 * warps, gate=None, num_valid_rows=None, post_norm_weight=None, QUANT=quant)
     pointers = dict(rows="*bf16", row_map="*i32", weights="*fp32", shared="*bf16", out="*bf16", control="*i64",
-                    residual="*bf16", norm_weight="*bf16", residual_out="*bf16")
+                    residual="*bf16", norm_weight="*bf16", residual_out="*bf16", values="*u8",
+                    scales="*u8" if quant == "mxfp8" else "*fp32")
     mixes = dict.fromkeys(("post_mix", "res_mix", "pre_mix"), "*fp32")  # may be parts of one tensor, at any alignment
     absent = ([] if epilogue == "mhc" else [*mixes]) + (
-        ["residual", "norm_weight", "residual_out"] if epilogue == "none" else [])
+        ["residual", "norm_weight", "residual_out"] if epilogue == "none" else []) + (
+        [] if quant else ["values", "scales"])
     constants |= dict.fromkeys(absent)
     pointers = {n: kind for n, kind in pointers.items() if n not in absent}
     strides = [n for n in m._finalize_all_reduce_kernel.arg_names
-               if n in ("rows_stride", "shared_stride", "out_stride", "capacity") or n.startswith("residual")]
+               if n in ("rows_stride", "shared_stride", "out_stride", "capacity", "values_stride")
+               or n.startswith("residual")]
     options = dict(num_warps=warps, enable_fp_fusion=False, launch_pdl=True)
     code = sm_90(m._finalize_all_reduce_kernel, pointers, constants, options,
                  [n for n in strides if n not in constants], {n: k for n, k in mixes.items() if n not in absent})
-    results[f"W={W} H={H} {epilogue}"] = dict(
+    results[f"W={W} H={H} {epilogue} {quant}"] = dict(
         registers=code.registers, stack=code.stack, narrow=code.count(r"(?:st|ld\\.volatile)\\.global\\.b16"),
         remote_atomics=code.count(r"\\.sys\\."), before_wait=code.before_wait)
 print(json.dumps(results))
@@ -50,8 +54,8 @@ print(json.dumps(results))
 
 def test_machine_code():
     """Compiled here for sm_90: at most the registers that residency counts on, 16 bytes an inbox access, nothing read
-    before the wait for the kernel before, no atomic that leaves the GPU. Spills: none with Triton 3.9, up to 64 bytes
-    with 3.6 (the mHC variant at four ranks)."""
+    before the wait for the kernel before, no atomic that leaves the GPU. Spills: none with Triton 3.9 (24 bytes where
+    h is quantized too), up to 64 bytes with 3.6 (the mHC variant at four ranks). At eight ranks 136 to 472 bytes."""
     for name, code in machine_code.run(COMPILE).items():
         assert code["registers"] <= 128 and code["stack"] <= 64, f"{name}: {code}"
         assert code["narrow"] == code["remote_atomics"] == code["before_wait"] == 0, f"{name}: {code}"

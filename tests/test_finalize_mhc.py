@@ -401,7 +401,7 @@ def test_opcheck():
             *mhc, 1e-5)  # fmt: skip
     outputs = torch.empty(4, 40, dtype=BF16), torch.empty(4, 3, 48, dtype=BF16)[:, :, :40]
     torch.library.opcheck(torch.ops.moetail.finalize_mhc.default, args)
-    torch.library.opcheck(torch.ops.moetail.finalize_mhc_out.default, (*args, *outputs))
+    torch.library.opcheck(torch.ops.moetail.finalize_mhc_out.default, (*args, *outputs, None, None, None))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -354,7 +354,7 @@ def test_opcheck():
     args = op_arguments()
     outputs = torch.empty(4, 40, dtype=BF16), torch.empty(4, 48, dtype=BF16)[:, :40]
     torch.library.opcheck(torch.ops.moetail.finalize_norm.default, args)
-    torch.library.opcheck(torch.ops.moetail.finalize_norm_out.default, (*args, *outputs))
+    torch.library.opcheck(torch.ops.moetail.finalize_norm_out.default, (*args, *outputs, None, None, None))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

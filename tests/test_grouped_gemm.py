@@ -63,7 +63,7 @@ class Implementation:
 
         out = op._new(x, weight, p.source, activation).fill_(torch.nan)
         grouped_gemm_triton.launch(
-            x, weight, bias, p.source, p.block_expert, p.row_map.shape[1], p.block, gather, activation, limit, out
+            x, weight, bias, p.source, p.block_expert, *p.row_map.shape, p.block, gather, activation, limit, out
         )  # fmt: skip
         return out
 
@@ -309,7 +309,7 @@ def test_a_block_without_a_schedule():
 
 def test_opcheck():
     p = moetail.permute(distinct(5, 2, 3), 3, block=4)
-    parts = (p.source, p.block_expert, 2, 4)
+    parts = (p.source, p.block_expert, 5, 2, 4)
     x, w = numbers(5, 24), numbers(3, 16, 24)
     torch.library.opcheck(op._op, (x, w, torch.zeros(3, 16), *parts, True, "swiglu", 7.0))
     torch.library.opcheck(op._op, (numbers(p.source.numel(), 24), w, None, *parts, False, None, None))

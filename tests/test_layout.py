@@ -16,28 +16,31 @@ CEILING = 450
 # What a part of the package may import of it. Leaves import nothing; the core never imports what is built on it.
 MAY_IMPORT = {
     "numerics": set(),
+    "quantization": set(),
     "guards": set(),
     "contract": {"numerics"},
     "tuning": set(),
     "routing": set(),
+    "coverage": {"models", "ops", "plan", "tuning"},
     "plan": set(),
     "models": {"comm", "contract", "models", "ops", "plan", "routing"},
-    "reference": {"numerics", "routing"},
+    "reference": {"numerics", "quantization", "routing"},
     "layer": {"contract", "plan"},
     "experts": {"contract", "ops"},
     "conformance": {"numerics", "reference", "testing"},
     "testing": {"numerics"},
-    "ops": {"numerics", "reference", "routing", "ops", "tuning"},
-    "comm": {"numerics", "reference", "ops", "tuning", "comm"},
-    "integrations": {"contract", "numerics", "ops", "reference", "integrations", "models", "plan"},
-    "bench": {"comm", "numerics", "ops", "guards", "models", "testing", "tuning", "reference", "bench", "integrations"},
-    "cli": {"bench", "cli", "conformance", "integrations", "models", "plan", "tuning"},
+    "ops": {"numerics", "quantization", "reference", "routing", "ops", "tuning"},
+    "comm": {"numerics", "quantization", "reference", "ops", "tuning", "comm"},
+    "integrations": {"contract", "experts", "numerics", "ops", "reference", "integrations", "models", "plan"},
+    "bench": {"bench", "comm", "contract", "coverage", "experts", "guards", "integrations", "models", "numerics"}
+    | {"ops", "quantization", "reference", "routing", "testing", "tuning"},
+    "cli": {"bench", "cli", "conformance", "coverage", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
-    | {"integrations"},
+    | {"integrations", "quantization"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging"}
 CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance", "plan", "models",
-        "layer", "routing", "experts")  # fmt: skip
+        "layer", "routing", "experts", "quantization")  # fmt: skip
 
 
 def part(path):

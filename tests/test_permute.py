@@ -109,8 +109,9 @@ def test_several_chunks_a_program(run, monkeypatch):
     if run.name != "cuda":
         from moetail.ops import permute_triton
 
-        monkeypatch.setattr(permute_triton, "MAX_PROGRAMS", 3)
-        assert permute_triton.programs(150 * 8) == (3, 4)
+        three = permute_triton.PermuteConfig(4, 3)
+        monkeypatch.setattr(permute_triton, "HEURISTIC", three)
+        assert permute_triton.programs(150 * 8, three) == (3, 4)
     run.check(distinct(150 if run.name != "cuda" else 5000, 8, 60), 60, block=16)
 
 

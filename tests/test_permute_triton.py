@@ -59,11 +59,12 @@ def test_pdl_rules(compiled):
 
 @pytest.mark.parametrize("slots", [1, 127, 128, 512, 513, 6144, 16384, 16385, 65536, 2**30])
 def test_every_slot_is_in_one_program(slots):
-    count, each = permute_triton.programs(slots)
-    chunks = -(-slots // permute_triton.CHUNK)
-    assert 1 <= count <= permute_triton.MAX_PROGRAMS
-    assert (count - 1) * each < chunks <= count * each  # the last program has work, and none is left over
-    assert (count == 1) == (chunks <= permute_triton.ONE_LAUNCH)
+    for config in permute_triton.CANDIDATES:
+        count, each = permute_triton.programs(slots, config)
+        chunks = -(-slots // permute_triton.CHUNK)
+        assert 1 <= count <= config.programs
+        assert (count - 1) * each < chunks <= count * each  # the last program has work, and none is left over
+        assert (count == 1) == (chunks <= config.one_launch)
 
 
 def choices(T, K=6, E=384, seed=0):

@@ -194,7 +194,7 @@ BAD_LAYERS = {
     "coverage must not say two things of one T": model(
         at=0, coverage=(Covered(1, 8, "exact", "exact"), Covered(2, 3, "bucket", "exact"))
     ),
-    "coverage must be one of heuristic, bucket, exact in layer 0, got 'fuzzy'": model(
+    "coverage must be one of stale, heuristic, bucket, exact in layer 0, got 'fuzzy'": model(
         at=0, coverage=(Covered(1, 8, "exact", "fuzzy"),)
     ),
 }  # fmt: skip

@@ -9,58 +9,165 @@ import torch
 from moetail import reference, tuning
 from moetail.numerics import Numerics
 from moetail.testing import assert_same_bits, finalize_inputs
-from moetail.tuning import Answer, Key
+from moetail.tuning import Bucket, Key, Shape
 
-KEY = Key("finalize", "NVIDIA Test", 6, 5120, "bfloat16", "aaaa", "3.6.0")
+SHAPE = Shape("finalize", (("K", 6), ("H", 5120)))
+KEY = Key(SHAPE, "NVIDIA Test", "aaaa", "3.6.0")
 SMALL, LARGE = {"block": 512, "warps": 4}, {"block": 2048, "warps": 8}
+FIELDS = {
+    "op": {"shape": Shape("finalize_norm", SHAPE.dims)},
+    "dims": {"shape": Shape("finalize", (("K", 8), ("H", 5120)))},
+    "dtype": {"shape": Shape("finalize", SHAPE.dims, "float16")},
+    "gpu": {"gpu": "other"},
+}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MOETAIL_CONFIGS", str(tmp_path))
-    tuning.buckets.cache_clear()
+    tuning.forget()
     yield tmp_path
-    tuning.buckets.cache_clear()
+    tuning.forget()
 
 
 def write(folder, key=KEY):
-    entry = tuning.entry(key, [(1, SMALL), (64, LARGE)], last_T=128)
-    (folder / "gpu.json").write_text(json.dumps({"schema": 1, "entries": [entry]}))
+    """T 1 to 63 measured at 1, 64 to 128 at 64; then a gap; 256 to 300 at 256."""
+    buckets = [
+        (Bucket(a, b, T, tuple(config.items())), {})
+        for a, b, T, config in ((64, 128, 64, LARGE), (1, 63, 1, SMALL), (256, 300, 256, LARGE))
+    ]
+    (folder / "gpu.json").write_text(json.dumps({"schema": tuning.SCHEMA, "entries": [tuning.entry(key, buckets)]}))
 
 
 @pytest.mark.parametrize(
-    ("T", "how", "config"),
-    [(1, "exact", SMALL), (2, "bucket", SMALL), (63, "bucket", SMALL), (64, "exact", LARGE), (128, "bucket", LARGE),
-     (129, "heuristic", None)],
+    ("T", "how", "config", "why"),
+    [(1, "exact", SMALL, "measured at 1"), (2, "bucket", SMALL, "measured at 1"),
+     (63, "bucket", SMALL, "measured at 1"),
+     (64, "exact", LARGE, "measured at 64"), (128, "bucket", LARGE, "measured at 64"),
+     (129, "heuristic", None, "not measured here"), (301, "heuristic", None, "above the largest bucket, 300")],
 )  # fmt: skip
-def test_lookup(folder, T, how, config):
+def test_lookup(folder, T, how, config, why):  # B55, B61
     write(folder)
-    assert tuning.lookup(KEY, T) == Answer(how, None if config is None else tuple(sorted(config.items())))
+    answer = tuning.lookup(KEY, T)
+    assert (answer.how, answer.why) == (how, why)
+    assert answer.config == (None if config is None else tuple(sorted(config.items())))
 
 
-@pytest.mark.parametrize("field", ["op", "gpu", "K", "H", "dtype"])
-def test_another_call_is_not_covered(folder, field):
-    write(folder, Key(**{**vars(KEY), field: 8 if field in ("K", "H") else "other"}))
+def test_segments_answer_as_lookup_does(folder):
+    write(folder)
+    parts = tuning.segments(KEY, 1, 400)
+    assert [(p.min_T, p.max_T, p.answer.how) for p in parts] == [
+        (1, 1, "exact"), (2, 63, "bucket"), (64, 64, "exact"), (65, 128, "bucket"), (129, 255, "heuristic"),
+        (256, 256, "exact"), (257, 300, "bucket"), (301, 400, "heuristic"),
+    ]  # fmt: skip
+    for part in parts:
+        for T in (part.min_T, part.max_T):
+            assert tuning.lookup(KEY, T) == part.answer
+    (only,) = tuning.segments(KEY, 70, 80)
+    assert (only.min_T, only.max_T, only.answer.how) == (70, 80, "bucket")
+
+
+@pytest.mark.parametrize("other", FIELDS.values(), ids=FIELDS)
+def test_another_call_is_not_covered(folder, other):
+    write(folder, Key(**{**vars(KEY), **other}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuning.lookup(KEY, 1).how == "heuristic"
+        answer = tuning.lookup(KEY, 1)
+    assert (answer.how, answer.why) == ("heuristic", "this shape was never tuned")
 
 
 @pytest.mark.parametrize("field", ["source", "triton"])
 def test_a_stale_entry_is_reported_and_not_used(folder, field):
     write(folder, Key(**{**vars(KEY), field: "old"}))
     with pytest.warns(RuntimeWarning, match="stale.*run moetail tune finalize"):
-        assert tuning.lookup(KEY, 1).how == "heuristic"
+        answer = tuning.lookup(KEY, 1)
+    assert (answer.how, answer.config) == ("stale", None) and "old" in answer.why
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once
+        warnings.simplefilter("error")  # once, and coverage asks without
         tuning.lookup(KEY, 1)
+        assert [p.answer.how for p in tuning.segments(KEY, 1, 900)] == ["stale"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"schema": 2, "entries": []}', '{"schema": 1}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"schema": 1, "entries": []}', '{"schema": 2}'])
 def test_a_file_that_is_none_is_an_error(folder, content):
     (folder / "gpu.json").write_text(content)
     with pytest.raises(ValueError, match=r"^config file .*gpu\.json must be"):
         tuning.lookup(KEY, 1)
+
+
+def test_a_gpu_is_named_by_a_part_of_its_name(folder):
+    write(folder)
+    assert tuning.gpu_named("test") == ("NVIDIA Test", "3.6.0")
+    with pytest.raises(ValueError, match=r"^gpu must name one GPU of the config files \(.*NVIDIA Test.*\), got 'h900'"):
+        tuning.gpu_named("h900")
+
+
+def test_ranks_that_read_other_files_are_told(folder, monkeypatch):  # B60
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: KEY.gpu)
+    gpu = torch.device("cuda", 0)
+    nothing = tuning.digest(gpu)
+    write(folder)
+    ours = tuning.digest(gpu)
+    write(folder, Key(**{**vars(KEY), "gpu": "other"}))
+    assert tuning.digest(gpu) == nothing != ours  # another GPU's entries are not read
+    assert tuning.digest(torch.device("cpu")) == ""
+    tuning.check_ranks([ours, ours])
+    with pytest.raises(ValueError, match=rf"^configs must be the same on every rank .*'{ours}' on rank 0.*on rank 2"):
+        tuning.check_ranks([ours, ours, nothing])
+
+
+def test_a_kernel_edit_changes_the_hash():
+    def before(x):
+        return x + 1
+
+    first = tuning.source_hash(before)
+
+    def before(x):
+        return x + 2
+
+    assert tuning.source_hash(before) != first
+
+
+def test_a_launch_gets_the_tuned_config_and_compiles_it(folder, monkeypatch):
+    """From the file's JSON to each op's config class, for a CUDA device that need not be there."""
+    from moetail import coverage
+    from moetail.ops import (
+        epilogue_triton,
+        finalize_mhc_triton,
+        finalize_norm_triton,
+        finalize_triton,
+        grouped_gemm_triton,
+        permute_triton,
+        route_triton,
+    )
+    from moetail.routing import Router
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: KEY.gpu)
+    gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
+    row, gemm = epilogue_triton.RowConfig(32), grouped_gemm_triton.CANDIDATES[5]
+    wanted = [
+        (finalize_triton, (3, 777, bf16), finalize_triton.FinalizeConfig(64, 2, True)),
+        (finalize_norm_triton, (3, 777, bf16), row),
+        (finalize_mhc_triton, (3, 777, bf16, 4), row),
+        (grouped_gemm_triton, (4, 2, 64, 64, 16, True, True), gemm),
+        (permute_triton, (4, 2, 16), permute_triton.PermuteConfig(2, 32)),
+        (route_triton, (4, Router(2, "sigmoid"), bf16), route_triton.RouteConfig(4)),
+    ]
+    entries = []
+    for module, facts, config in wanted:
+        key = coverage.key_of(module.tuned_shape(*facts), KEY.gpu, tuning.triton_version())
+        entries.append(tuning.entry(key, [(Bucket(5, 9, 5, tuple(tuning.as_dict(config).items())), {})]))
+    (folder / "gpu.json").write_text(json.dumps({"schema": tuning.SCHEMA, "entries": entries}))
+    tuning.forget()
+    for module, facts, config in wanted:
+        shape = module.tuned_shape(*facts)
+        assert tuning.tuned(type(config), gpu, shape, module.kernel_hash(), 9) == config
+        assert tuning.tuned(type(config), gpu, shape, module.kernel_hash(), 10) is None
+        assert tuning.tuned(type(config), torch.device("cpu"), shape, module.kernel_hash(), 9) is None
+        assert tuning.every_tuned(type(config), gpu, shape, module.kernel_hash()) == (config,)
+        if hasattr(module, "config_for"):
+            assert module.config_for(gpu, 9, *facts) == config != module.config_for(gpu, 10, *facts)
+            assert config in module.every_config(gpu, *facts)
 
 
 def test_the_heuristic_answers_everywhere():
@@ -84,9 +191,9 @@ def test_a_config_changes_no_bit_in_the_interpreter(block):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(33, 6, 5120), (5, 10, 2048), (64, 8, 1000)], ids=str)
 def test_a_config_changes_no_bit(shape):  # S7
-    from moetail.bench import tune
+    from moetail.bench import tune_ops
 
-    check_configs("cuda", tune.CANDIDATES, shape)
+    check_configs("cuda", tune_ops.FINALIZE, shape)
 
 
 def check_configs(device, configs, shape):
@@ -103,32 +210,12 @@ def check_configs(device, configs, shape):
 
 
 @pytest.mark.gpu
-def test_tune_writes_what_lookup_reads(folder):
-    from moetail.bench import tune
-    from moetail.ops import finalize_triton
-
-    device = torch.device("cuda", 0)
-    monkey = tune.TOKENS
-    tune.TOKENS = (1, 64)
-    try:
-        entry = tune.tune_shape(3, 384, device)
-    finally:
-        tune.TOKENS = monkey
-    (folder / "gpu.json").write_text(json.dumps({"schema": 1, "entries": [entry]}))
-    key = finalize_triton.tuning_key(device, 3, 384, torch.bfloat16)
-    assert [tuning.lookup(key, T).how for T in (1, 2, 64, 100)] == ["exact", "bucket", "exact", "bucket"]
-    assert finalize_triton.config_for(device, 64, 3, 384, torch.bfloat16) in finalize_triton.every_config(
-        device, 3, 384, torch.bfloat16
-    )
-
-
-@pytest.mark.gpu
 def test_the_packaged_configs_are_not_stale():
-    from moetail.ops import finalize_triton
+    from moetail import coverage
 
     name = torch.cuda.get_device_name()
     for path in tuning.PACKAGED.glob("*.json"):
         for entry in tuning.read(path):
             if entry["gpu"] == name:
-                key = finalize_triton.tuning_key(torch.device("cuda", 0), entry["K"], entry["H"], torch.bfloat16)
-                assert (entry["source"], entry["triton"]) == (key.source, key.triton)
+                key = coverage.key_of(tuning.shape_of(entry), name, tuning.triton_version())
+                assert (entry["source"], entry["triton"]) == (key.source, key.triton), key.shape

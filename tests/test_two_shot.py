@@ -61,13 +61,14 @@ for W, H, K, epilogue, kind in (
                    launch_pdl=True)
     constants = options | dict(K=K, H=H, PRODUCT="fma", GROUPS=1, SCALE="none", TWO_ROUNDINGS=True, POSITIVE_ZERO=False,
                                PDL=True, FINALIZE=finalize, EPILOGUE=epilogue, HC=4 if epilogue == "mhc" else 0,
-                               ZERO_CENTRED=False, W=W, gate=None, num_valid_rows=None, post_norm_weight=None,
-                               map_stride_k=1, weights_stride_k=1)
+                               ZERO_CENTRED=False, QUANT=None, W=W, gate=None, num_valid_rows=None,
+                               post_norm_weight=None, map_stride_k=1, weights_stride_k=1)
     pointers = dict(rows="*bf16", row_map="*i32", weights="*fp32", shared="*bf16", out="*bf16", control="*i64",
                     residual="*bf16", norm_weight="*bf16", residual_out="*bf16")
     mixes = dict.fromkeys(("post_mix", "res_mix", "pre_mix"), "*fp32")
     absent = [] if epilogue == "mhc" else [*mixes]
     absent += ["residual", "norm_weight", "residual_out"] if epilogue == "none" else []
+    absent += ["values", "scales"]
     absent += [] if finalize else ["row_map", "weights", "shared"]
     constants |= dict.fromkeys(absent)
     pointers = {n: k for n, k in pointers.items() if n not in absent}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 
-from moetail import Workspace, all_reduce
+from moetail import Workspace, all_reduce, tuning
 from moetail.comm import workspace as w
 from moetail.comm.workspace import Fault, FaultKind
 
@@ -120,6 +120,22 @@ def test_ranks_that_disagree_all_hear_it(three):
         assert three.run(refused, {rank: change}) == [said] * 3
     assert three.run(refused, {rank: {"hidden": 0} for rank in range(3)}) == ["hidden must be 1 or more, got 0"] * 3
     assert three.run(refused, {}) == ["made"] * 3
+
+
+def refused_with_configs(group, digests):
+    """As on GPUs whose config files differ: a CPU has none."""
+    real = tuning.digest
+    tuning.digest = lambda device: digests[group.rank()]
+    try:
+        return refused(group, {})
+    finally:
+        tuning.digest = real
+
+
+def test_ranks_with_other_configs_all_hear_it(three):
+    (said,) = set(three.run(refused_with_configs, ["one", "one", "other"]))
+    assert said.startswith("configs must be the same on every rank") and said.endswith("'other' on rank 2")
+    assert three.run(refused_with_configs, ["one"] * 3) == ["made"] * 3
 
 
 def life(group):

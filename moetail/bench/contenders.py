@@ -80,7 +80,7 @@ class Op:
 
 
 def load_library(package: str, pattern: str) -> None:
-    """Register the torch ops of a package's compiled library, found without importing the package: `import vllm` sets
+    """Register the torch ops of a package's compiled libraries, found without importing the package: `import vllm` sets
     TORCHINDUCTOR_COMPILE_THREADS and patches Inductor, which is a contender in this process.
 
     Raises: ModuleNotFoundError where the package or the library is not there.
@@ -90,9 +90,15 @@ def load_library(package: str, pattern: str) -> None:
     found = sorted(path for root in roots for path in Path(root).glob(pattern))
     if not found:
         raise ModuleNotFoundError(f"{package} has no {pattern} here")
-    torch.ops.load_library(str(found[0]))
+    for path in found:
+        torch.ops.load_library(str(path))
 
 
 def load_vllm_ops() -> None:
     """vLLM's MoE ops as torch.ops._moe_C (0.26 and newer: a stable-ABI library that needs only torch)."""
     load_library("vllm", "_moe_C*.so")
+
+
+def load_vllm_core_ops() -> None:
+    """vLLM's norms and quantizers as torch.ops._C, from the one library or the two that its version has."""
+    load_library("vllm", "_C*.so")

@@ -6,16 +6,18 @@ Their norm is torch's, whose mean is added in another order than ours: none has 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from moetail import reference
-from moetail.bench.contenders import Contender, KernelInputs, Op, Program
+from moetail.bench.contenders import Contender, KernelInputs, Op, Program, load_vllm_core_ops
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
 from moetail.ops.finalize_norm import finalize_norm
+from moetail.quantization import Quantized
 
 _EPS = 1e-6
 
@@ -41,25 +43,36 @@ class NormInputs(KernelInputs):
 
 
 def _ours(numerics: Numerics) -> Contender:
-    def bind(inputs: KernelInputs) -> Program:
-        x = cast(NormInputs, inputs)
-        call = functools.partial(
-            finalize_norm, *x.finalize_args(numerics), residual=x.residual, norm_weight=x.norm_weight, eps=_EPS,
-            numerics=numerics, out=x.out, residual_out=x.residual_out,
-        )  # fmt: skip
-        return lambda: call()[0]
+    return Contender(f"moetail {numerics.name}", numerics, functools.partial(call, numerics=numerics), numerics)
 
-    return Contender(f"moetail {numerics.name}", numerics, bind, numerics)
+
+def call(inputs: KernelInputs, numerics: Numerics, quant_out: Quantized | None = None) -> Program:
+    """finalize_norm on these NormInputs; the program returns h."""
+    x = cast(NormInputs, inputs)
+    bound = functools.partial(
+        finalize_norm, *x.finalize_args(numerics), residual=x.residual, norm_weight=x.norm_weight, eps=_EPS,
+        numerics=numerics, out=x.out, residual_out=x.residual_out, quant_out=quant_out,
+    )  # fmt: skip
+    return lambda: bound()[0]
+
+
+def finalize_alone(x: KernelInputs) -> Program:
+    """What the op's first part takes by itself: no baseline, but what the rest is measured over."""
+    return functools.partial(finalize, *x.finalize_args(Numerics.TRTLLM), out=x.out)
 
 
 def _contenders() -> tuple[list[Contender], list[str]]:
     found = [
+        Contender("finalize alone", None, finalize_alone),
         Contender("finalize, then torch add and norm", None, _finalize_then_torch),
         Contender("torch eager", None, _torch_eager),
         Contender("finalize, then inductor's add and norm", None, _finalize_then_inductor),
         Contender("inductor", None, _inductor),
     ]
-    return found, []
+    vllm = [Contender("finalize, then vllm fused_add_rms_norm", None, _finalize_then_vllm)]
+    if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
+        return found, [contender.name for contender in vllm]
+    return [*found, *vllm], []
 
 
 def _add_norm(y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,6 +108,19 @@ def _finalize_then_inductor(inputs: KernelInputs) -> Program:
     return program
 
 
+def _finalize_then_vllm(inputs: KernelInputs) -> Program:
+    load_vllm_core_ops()
+    x = cast(NormInputs, inputs)
+    residual = x.residual.clone()  # it is added to in place, at every call
+
+    def program() -> torch.Tensor:
+        y = finalize(*x.finalize_args(Numerics.TRTLLM), out=x.out)
+        torch.ops._C.fused_add_rms_norm(y, residual, x.norm_weight, _EPS)
+        return y
+
+    return program
+
+
 def _torch_eager(inputs: KernelInputs) -> Program:
     x = cast(NormInputs, inputs)
     return lambda: _expression(x.rows, x.row_map, x.weights, x.shared, x.residual, x.norm_weight)[0]
@@ -105,7 +131,8 @@ def _inductor(inputs: KernelInputs) -> Program:
     return lambda: compiled(x.rows, x.row_map, x.weights, x.shared, x.residual, x.norm_weight)[0]
 
 
-def _reference(inputs: KernelInputs, numerics: Numerics) -> torch.Tensor:
+def expected(inputs: KernelInputs, numerics: Numerics) -> torch.Tensor:
+    """h."""
     x = cast(NormInputs, inputs)
     h, _ = reference.finalize_norm(
         *x.finalize_args(numerics), residual=x.residual, norm_weight=x.norm_weight, eps=_EPS, numerics=numerics
@@ -113,4 +140,4 @@ def _reference(inputs: KernelInputs, numerics: Numerics) -> torch.Tensor:
     return h
 
 
-OP = Op("finalize_norm", NormInputs.random, _ours, _contenders, _reference)
+OP = Op("finalize_norm", NormInputs.random, _ours, _contenders, expected)

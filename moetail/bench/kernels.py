@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from moetail.bench import contenders_finalize, contenders_finalize_norm, stats, timing
+from moetail.bench import (
+    contenders_finalize,
+    contenders_finalize_mhc,
+    contenders_finalize_norm,
+    contenders_finalize_norm_fp8,
+    stats,
+    timing,
+)
 from moetail.bench.contenders import Contender, KernelInputs, Op
 from moetail.numerics import Numerics
 from moetail.testing import assert_same_bits
@@ -25,7 +32,13 @@ SHAPES = ((6, 5120), (8, 7168), (10, 2048))
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 16384)
 DEFAULT = tuple((T, K, H) for K, H in SHAPES for T in TOKENS)
 MODES = ("chained", "producer")
-OPS: dict[str, Op] = {op.name: op for op in (contenders_finalize.OP, contenders_finalize_norm.OP)}
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (contenders_finalize.OP, contenders_finalize_norm.OP, contenders_finalize_norm_fp8.OP,
+               contenders_finalize_mhc.OP)
+}  # fmt: skip
+# An arm that does a part of the op only.
+PARTS = ("finalize alone", "finalize_norm alone")
 L2 = ("cold", "warm")
 _MAX_SETS = 2048
 # What one graph takes, at least: its own start is about 3 us, and must not show.
@@ -57,6 +70,11 @@ class KernelResult:
         """What the op takes; between edges, what it adds to them."""
         return self.median_us(name) - (self.median_us("edges alone") if self.mode == "producer" else 0.0)
 
+    def over_part_us(self) -> float | None:
+        """What the op takes beyond its first part alone; None where that is no arm."""
+        part = next((name for name in PARTS if name in self.samples), None)
+        return None if part is None else self.median_us("moetail TRTLLM") - self.median_us(part)
+
     def share_of_copy(self, name: str) -> float | None:
         """None between edges: there the rows come from the cache that the producer left them in."""
         return None if self.mode == "producer" else self.median_us("copy") / self.cost_us(name)
@@ -69,7 +87,7 @@ class KernelResult:
             "H": self.H, "dtype": "bfloat16", "mode": self.mode, "l2": self.l2, "sets": self.sets,
             "bytes": self.num_bytes, "us": self.cost_us(name),
             "tb_per_s": None if self.mode == "producer" else self.num_bytes / self.cost_us(name) / 1e6,
-            "share_of_copy": self.share_of_copy(name),
+            "share_of_copy": self.share_of_copy(name), "over_part_us": self.over_part_us(),
             "arms": {
                 arm: {**stats.summary(values), "samples_us": [round(v, 3) for v in values], "bits": self.bits.get(arm)}
                 for arm, values in self.samples.items()

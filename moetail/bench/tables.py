@@ -87,16 +87,38 @@ def kernels_table(rows: list[dict[str, Any]]) -> Table:
     """One line a shape: ours, and how many times longer each baseline takes than ours of the same numerics."""
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     table = Table(title=f"{rows[0]['op']}, us a call; baselines as a multiple of ours", title_justify="left")
-    for column in ("T", "K", "H", "mode", "L2", "us", "p90", "TB/s", "of copy", "A/A", *baselines):
+    parts = any(row.get("over_part_us") is not None for row in rows)
+    over = ("over its first part, us",) if parts else ()
+    for column in ("T", "K", "H", "mode", "L2", "us", *over, "p90", "TB/s", "of copy", "A/A", *baselines):
         table.add_column(column, justify="left" if column in ("mode", "L2") else "right")
     for row in rows:
         us = row["arms"]["moetail TRTLLM"]
         table.add_row(
             *(str(row[name]) for name in ("T", "K", "H", "mode", "l2")),
-            f"{row['us']:.2f}", f"{us['p90_us']:.2f}",
+            f"{row['us']:.2f}", *((f"{row['over_part_us']:+.2f}",) if parts else ()), f"{us['p90_us']:.2f}",
             "-" if row["tb_per_s"] is None else f"{row['tb_per_s']:.2f}",
             "-" if row["share_of_copy"] is None else f"{row['share_of_copy']:.0%}", f"{row['aa']['b_over_a']:.3f}",
             *(_multiple(row, name) for name in baselines),
+        )  # fmt: skip
+    return table
+
+
+def block_table(rows: list[dict[str, Any]]) -> Table:
+    """One line a case: ours, its share of the floor, and how many times longer each baseline takes."""
+    baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    first = rows[0]
+    title = (
+        f"{first['op']}, us a call; the floor: bytes at the copy's {first['copy_tb_per_s']:.2f} TB/s or FLOPs at the "
+        f"matmul's {first['matmul_tflop_per_s']:.0f} TFLOP/s; baselines as a multiple of ours"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("case", "us", "p90", "TB/s", "of copy", "TFLOP/s", "of floor", "bound", "A/A", *baselines):
+        table.add_column(column, justify="left" if column in ("case", "bound") else "right")
+    for row in rows:
+        table.add_row(
+            row["case"], f"{row['us']:.2f}", f"{row['arms']['moetail']['p90_us']:.2f}", f"{row['tb_per_s']:.2f}",
+            f"{row['share_of_copy']:.0%}", f"{row['tflop_per_s']:.0f}", f"{row['share_of_floor']:.0%}", row["bound_by"],
+            f"{row['aa']['b_over_a']:.3f}", *(_multiple(row, name) for name in baselines),
         )  # fmt: skip
     return table
 
@@ -105,7 +127,7 @@ def _multiple(row: dict[str, Any], name: str) -> str:
     ratio = row["ratios"].get(name)
     if ratio is None:
         return "-"
-    same = "" if row["arms"][name]["bits"] != "differs" else " !"
+    same = "" if row["arms"][name].get("bits") != "differs" else " !"
     return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]{same}"
 
 

@@ -66,6 +66,12 @@ def cuda_graph_arm(
     return Arm(name, run)
 
 
+def within(seconds: float | None) -> Callable[[], bool]:
+    """Whether less than that has passed since this call; None: always."""
+    start = time.perf_counter()
+    return lambda: seconds is None or time.perf_counter() - start < seconds
+
+
 def warm_up(arms: list[Arm], seconds: float, slowest: Callable[[float], float] = float) -> float:
     """Run every arm in turn for at least `seconds`; returns the slowest arm's last time in microseconds.
 

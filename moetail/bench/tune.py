@@ -1,95 +1,183 @@
-"""`moetail tune finalize`: measure the configs of a kernel on this GPU and keep those that beat its heuristic.
+"""`moetail tune`: measure the configs of a kernel on this GPU and keep those that beat its heuristic.
 
-A config is timed between a producer and a consumer, as a model runs it: tuned on calls chained to themselves, the one
-found for T = 16, H = 5120 took 1.9 us there, and the heuristic's 1.2 (H200). Every candidate is timed in the same
-interleaved rounds as the heuristic's config, and replaces it only where the whole paired interval lies 3 % below it, so
-that tuning never picks what is slower: of 45 shapes on an H200 16 were won by 1 to 2 %, one of them by a config that
-then ran at two speeds, 1.1 and 1.8 us. Bits are checked once for each candidate.
+A candidate that differs in a bit, or does not fit, is reported and left out. All are timed once; the best few are then
+timed in the same interleaved rounds as the heuristic's config, and one replaces it only where the whole paired interval
+lies 3 % below it, so that tuning never picks what is slower: of 45 shapes on an H200 16 were won by 1 to 2 %, one of
+them by a config that then ran at two speeds, 1.1 and 1.8 us. A job is one shape at one T; the file is written after
+each, so that an interrupted run keeps what it has.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from moetail import reference, tuning
-from moetail.bench import edges, stats, timing
-from moetail.bench.contenders import KernelInputs
-from moetail.numerics import Numerics
-from moetail.ops import finalize_triton
-from moetail.ops.finalize_triton import FinalizeConfig
-from moetail.testing import assert_same_bits
+from moetail import tuning
+from moetail.bench import record, stats, timing
+from moetail.bench.tune_ops import MAKERS, Bench
+from moetail.coverage import Launch, key_of
+from moetail.tuning import Bucket, Key, Shape
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-LAST_T = 32768
-CANDIDATES = tuple(
-    FinalizeConfig(block, warps, columns_first)
-    for columns_first in (False, True)
-    for block in (128, 256, 512, 1024, 2048, 4096)
-    for warps in (1, 2, 4, 8)
-    if 2 <= block // (32 * warps) <= 32
-)
-_SETS_BYTES = 192 * 2**20
+LAST_T = 32768  # what the largest T's config is used up to, where no model says how far it goes
+FIRST = (8, 1, 16, 64, 4096, 8192)  # what a run that is cut off has seen
+FINALISTS = 4
 _WORTH = 0.97
 
 
-def tune_shape(
-    K: int, H: int, device: torch.device, on_T: Callable[[int, int, str], None] = lambda done, total, note: None
-) -> dict[str, Any]:
-    """The entry for one shape (bf16 rows). `on_T(done, total, note)` is called after each T; a T that does not fit in
-    memory is left to the heuristic, and the note says so."""
-    found: list[tuple[int, dict[str, int]]] = []
-    for done, T in enumerate(TOKENS, start=1):
+@dataclass(frozen=True)
+class Job:
+    """One shape at one T, whose config will be used from min_T to max_T: to the next T that is measured."""
+
+    shape: Shape
+    T: int
+    min_T: int
+    max_T: int
+    later: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """The config to use at a job's T, and a word on it. `measured` goes to the file."""
+
+    config: dict[str, Any]
+    note: str
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+def jobs(launches: Iterable[Launch]) -> list[Job]:
+    """What to measure, the most important first: the grouped GEMMs at FIRST, other ops there, then all that is left; a
+    drafter's behind it all."""
+    found: list[Job] = []
+    for one in dict.fromkeys(launches):
+        at = [T for T in TOKENS if one.min_T <= T <= one.max_T] or [one.min_T]
+        starts = [one.min_T, *at[1:], one.max_T + 1]
+        if one.tunable:
+            found += [
+                Job(one.shape, T, a, b - 1, one.later) for T, a, b in zip(at, starts[:-1], starts[1:], strict=True)
+            ]
+
+    def order(job: Job) -> tuple[int, ...]:
+        gemm, early = job.shape.op == "grouped_gemm", job.T in FIRST
+        return (job.later, not early, not gemm, FIRST.index(job.T) if early else job.T)
+
+    return sorted(found, key=order)
+
+
+def tune(
+    wanted: Sequence[Job],
+    device: torch.device,
+    path: Path,
+    resume: bool,
+    go_on: Callable[[], bool],
+    on_job: Callable[[int, str], None],
+) -> list[Job]:
+    """Measure the jobs in order and write the file after each; returns those that are left. `go_on()` is asked before
+    each. `on_job(done, note)` follows each.
+
+    Raises: ValueError for a file that cannot be gone on with. KeyboardInterrupt, with the file whole.
+    """
+    gpu, triton = torch.cuda.get_device_name(device), tuning.triton_version()
+    keys = {job.shape: key_of(job.shape, gpu, triton) for job in wanted}
+    machine = record.machine()
+    found = _kept(path, wanted, keys) if resume else {}
+    left = [job for job in wanted if job not in found]
+    on_job(len(found), f"{len(found)} are kept from {path}" if found else "")
+    while left and go_on():
+        job = left[0]
+        found[job] = best(job, device)
+        left.pop(0)
+        record.write(path, content(found, left, keys, machine))
+        on_job(len(found), f"{job.shape} T={job.T}: {found[job].note}")
+    return left
+
+
+def best(job: Job, device: torch.device, rounds: int = 8) -> Found:
+    """The fastest config of a job; one that does not fit in memory at all is not measured, and the note says so."""
+    try:
+        return _best(MAKERS[job.shape.op](job.shape, job.T, device), rounds)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return Found({}, "its inputs do not fit in memory: the heuristic")
+
+
+def _best(bench: Bench, rounds: int) -> Found:
+    guess, want, arms = bench.heuristic, bench.want, {}
+    lost: list[str] = []
+    for config in dict.fromkeys((guess, *bench.candidates)):
         try:
-            config, note = best_config(T, K, H, device)
+            got = bench.outputs(config)
+            if any(not _equal(a, b) for a, b in zip(got, want, strict=True)):
+                lost.append(f"{config} DIFFERS IN BITS")
+                if config != guess:
+                    continue
+                want = got  # the promise is broken, which the note says; a config still must not change a bit
+            arms[config] = timing.cuda_graph_arm(str(config), bench.program(config))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            config, note = finalize_triton.heuristic(T, H, 2), "out of memory: the heuristic"
-        found.append((T, asdict(config)))
-        on_T(done, len(TOKENS), f"T={T} {note}")
-    return tuning.entry(finalize_triton.tuning_key(device, K, H, torch.bfloat16), found, LAST_T)
+            lost.append(f"{config} is out of memory")
+        except Exception as error:  # Triton's own, where a program does not fit a multiprocessor
+            if type(error).__name__ != "OutOfResources" or config == guess:
+                raise
+            lost.append(f"{config} is out of shared memory or registers")
+    if guess not in arms:
+        return Found({}, "; ".join(lost))
+    for arm in arms.values():  # a first look, behind one run that warms it up
+        arm.run()
+    looks = {config: min(arm.run() for _ in range(3)) for config, arm in arms.items()}
+    finalists = [guess, *sorted((c for c in arms if c != guess), key=lambda c: looks[c])[:FINALISTS]]
+    chosen = [arms[config] for config in finalists]
+    timing.warm_up(chosen, seconds=0.05)
+    _, paired = timing.interleave(chosen, rounds)
+    medians = {config: stats.summary(paired[str(config)])["median_us"] for config in finalists}
+    winner = min(finalists, key=lambda config: medians[config])
+    ratio = stats.paired_ratio(paired[str(guess)], paired[str(winner)])
+    why = "".join(f"; {reason}" for reason in lost)
+    won = winner != guess and ratio.high < _WORTH
+    kept = winner if won else guess
+    measured = {"heuristic_us": round(medians[guess], 3), "us": round(medians[kept], 3), "left_out": lost}
+    note = f"{winner}, {ratio} of the heuristic" if won else "the heuristic"
+    return Found(tuning.as_dict(kept), f"{note}, {medians[kept]:.1f} us{why}", measured)
 
 
-def best_config(T: int, K: int, H: int, device: torch.device, rounds: int = 8) -> tuple[FinalizeConfig, str]:
-    """The fastest config at T, and a word on it."""
-    guess = finalize_triton.heuristic(T, H, 2)
-    one = KernelInputs.random(T, K, H, device)
-    sets = max(2, min(64, _SETS_BYTES // one.num_bytes(Numerics.TRTLLM)))
-    inputs = [one, *(KernelInputs.random(T, K, H, device) for _ in range(sets - 1))]
-    one.rows.copy_(one.slot_rows)  # what the producer writes
-    want = reference.finalize(*one.finalize_args(Numerics.TRTLLM))
-    widest = 2 * max(H, 128)
-    sink = torch.empty_like(one.out)
-    configs = list(dict.fromkeys((guess, *(c for c in CANDIDATES if c.block < widest))))
-    arms = []
-    for config in configs:
-        one.out.fill_(float("nan"))
-        _run(one, config)
-        assert_same_bits(one.out, want)
-        arms.append(timing.cuda_graph_arm(str(config), functools.partial(_run_all, inputs, config, sink)))
-    timing.warm_up(arms, seconds=0.05)
-    _, paired = timing.interleave(arms, rounds)
-    medians = {config: stats.summary(paired[str(config)])["median_us"] for config in configs}
-    best = min(configs, key=lambda config: medians[config])
-    ratio = stats.paired_ratio(paired[str(guess)], paired[str(best)])
-    if best == guess or ratio.high >= _WORTH:
-        return guess, "the heuristic"
-    order = " columns first" if best.columns_first else ""
-    return best, f"{best.block}x{best.warps}{order}, {ratio} of the heuristic"
+def _equal(got: torch.Tensor, want: torch.Tensor) -> bool:
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    return bool(torch.equal(got.view(bits), want.view(bits)))
 
 
-def _run(x: KernelInputs, config: FinalizeConfig) -> None:
-    finalize_triton.launch(
-        x.rows, x.row_map, x.weights, x.shared, None, None, 1.0, Numerics.TRTLLM, x.out, config
-    )  # fmt: skip
+def content(
+    found: dict[Job, Found], left: Sequence[Job], keys: dict[Shape, Key], machine: dict[str, Any]
+) -> dict[str, Any]:
+    """The file: an entry a shape, and what is missing. A job without a config leaves its tokens to the heuristic."""
+    entries = []
+    for shape, key in keys.items():
+        buckets = [
+            (Bucket(job.min_T, job.max_T, job.T, tuple(f.config.items())), f.measured)
+            for job, f in found.items()
+            if job.shape == shape and f.config
+        ]
+        if buckets:
+            entries.append(tuning.entry(key, buckets))
+    missing = [{"op": job.shape.op, "dims": dict(job.shape.dims), "T": job.T} for job in left]
+    return {
+        "schema": tuning.SCHEMA, "machine": machine, "complete": not left, "missing": missing,
+        "entries": entries,
+    }  # fmt: skip
 
 
-def _run_all(inputs: list[KernelInputs], config: FinalizeConfig, sink: torch.Tensor) -> None:
-    for x in inputs:
-        edges.produce(x.slot_rows, x.rows)
-        _run(x, config)
-        edges.consume(x.out, x.shared, sink)
+def _kept(path: Path, wanted: Sequence[Job], keys: dict[Shape, Key]) -> dict[Job, Found]:
+    """What a file already says of the jobs; entries of another GPU, kernel or Triton are measured again."""
+    if not path.exists():
+        return {}
+    known: dict[tuple[Shape, int], Found] = {}
+    for entry in tuning.read(path):
+        shape = tuning.shape_of(entry)
+        if shape in keys and Key(shape, entry["gpu"], entry["source"], entry["triton"]) == keys[shape]:
+            for bucket in entry["buckets"]:
+                measured = {name: bucket[name] for name in ("heuristic_us", "us", "left_out")}
+                known[shape, bucket["tuned_T"]] = Found(bucket["config"], "kept", measured)
+    return {job: known[job.shape, job.T] for job in wanted if (job.shape, job.T) in known}

@@ -3,7 +3,19 @@
 One file a command; `app` holds the command groups and the exit codes.
 """
 
-from moetail.cli import ceiling, compare, conformance, explain, forward, kernels, profile, readme, selftest, tune  # noqa: F401  each registers its command
+from moetail.cli import (  # noqa: F401  each registers its command
+    ceiling,
+    compare,
+    conformance,
+    coverage,
+    explain,
+    forward,
+    kernels,
+    profile,
+    readme,
+    selftest,
+    tune,
+)
 from moetail.cli.app import FAILED, INTERRUPTED, OK, SLOWER, USAGE, app, bench
 
 __all__ = ["FAILED", "INTERRUPTED", "OK", "SLOWER", "USAGE", "app", "bench"]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from moetail.models import ModelFacts
+
 
 def parse_shape(text: str) -> tuple[int, int, int]:
     T, K, H = numbers("shape", text, "T,K,H")
@@ -39,6 +41,23 @@ def parse_verdicts(text: str) -> frozenset[str]:
     if not words <= set(VERDICTS):
         raise ValueError(f"fail-if must be a list of {', '.join(VERDICTS)}, got {text!r}")
     return words
+
+
+def model_facts(model: str) -> ModelFacts:
+    """What is known of deepseek-v4.1-flash, a built-in model, a config.json or a folder with one.
+
+    Raises: ValueError, ModuleNotFoundError.
+    """
+    from moetail.models import deepseek_v41_facts
+
+    if model == deepseek_v41_facts.NAME:
+        return deepseek_v41_facts.facts()
+    from moetail.bench import models as bench_models
+
+    config = bench_models.load_config(model, deepseek_v41_facts.NAME)
+    from moetail.integrations import layer_facts
+
+    return layer_facts.from_config(model, config)
 
 
 def readme_text() -> Path:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moetail.cli.app import app
+from moetail.cli.arguments import model_facts
 from moetail.cli.terminal import fail
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def explain(
     try:
         if not 0 < tb_per_s < math.inf:
             raise ValueError(f"tb-per-s must be above 0, got {tb_per_s}")
-        facts = _facts(model)
+        facts = model_facts(model)
         plan = plan_tails(facts.layers, WorldFacts(max_tokens, tp, facts.stage_starts(pp)))
     except (ValueError, ModuleNotFoundError) as error:
         fail(errors, str(error))
@@ -48,19 +49,6 @@ def explain(
         f"Only `moetail bench forward` measures.",
         highlight=False,
     )
-
-
-def _facts(model: str) -> ModelFacts:
-    from moetail.models import deepseek_v41_facts
-
-    if model == deepseek_v41_facts.NAME:
-        return deepseek_v41_facts.facts()
-    from moetail.bench import models as bench_models
-
-    config = bench_models.load_config(model, deepseek_v41_facts.NAME)
-    from moetail.integrations import layer_facts
-
-    return layer_facts.from_config(model, config)
 
 
 def _table(plan: Plan, facts: ModelFacts, tb_per_s: float) -> Table:

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 
 @bench.command()
 def kernels(
-    op: Annotated[str, typer.Option(help="finalize, finalize_norm or finalize_all_reduce")] = "finalize",
-    shape: Annotated[list[str] | None, typer.Option(help="T,K,H; may be given more than once")] = None,
+    op: Annotated[
+        str,
+        typer.Option(
+            help="finalize, finalize_norm, finalize_norm_fp8, finalize_mhc, finalize_all_reduce, route, permute, "
+            "grouped_gemm, experts, moe_block"
+        ),
+    ] = "finalize",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="T,K,H; from route on: T, or T,E,K,H,I; may be given more than once")
+    ] = None,
     mode: Annotated[str, typer.Option(help="chained, producer, or both: chained,producer")] = "chained",
     l2: Annotated[str, typer.Option(help="the L2 cache: cold, warm or a number of input sets; a list")] = "cold",
     ranks: Annotated[int | None, typer.Option(help="finalize_all_reduce: so many virtual ranks")] = None,
@@ -40,7 +48,7 @@ def kernels(
 
     errors = Console(stderr=True)
     try:
-        from moetail.bench import collectives, picture, record, tables
+        from moetail.bench import block, collectives, picture, record, tables
         from moetail.bench import kernels as bench_kernels
         from moetail.bench import ranks as bench_ranks
     except ModuleNotFoundError as error:
@@ -51,10 +59,12 @@ def kernels(
     try:
         records.check_writable(json)
         records.check_writable(svg)
-        shapes = [parse_shape(text) for text in shape or ()]
+        shapes = [] if op in block.DEFAULTS else [parse_shape(text) for text in shape or ()]
         with bench_ranks.join(parse_device(device)) as (group, target), progress_bar(errors, group.rank) as progress:
             if op in bench_kernels.OPS:
                 runs = _one_rank_runs(op, shapes or list(bench_kernels.DEFAULT), target, mode, l2, rounds)
+            elif op in block.DEFAULTS:
+                runs = block.runs(op, [block.parse(op, text) for text in shape or ()], target, rounds)
             elif op == "finalize_all_reduce":
                 collectives.check_ranks(ranks, group, target)
                 runs = {
@@ -62,7 +72,8 @@ def kernels(
                     for one in shapes or collectives.DEFAULT
                 }
             else:
-                raise ValueError(f"op must be {', '.join(bench_kernels.OPS)} or finalize_all_reduce, got {op!r}")
+                known = ", ".join((*bench_kernels.OPS, "finalize_all_reduce", *block.DEFAULTS))
+                raise ValueError(f"op must be one of {known}, got {op!r}")
             if resume:
                 rows = records.unfinished(json, "kernels", settings)
             task = progress.add_task("kernels", total=len(runs))
@@ -85,7 +96,8 @@ def kernels(
         raise typer.Exit(INTERRUPTED)
     if group.rank != 0:
         return
-    Console(soft_wrap=True, width=None if Console().is_terminal else 240).print(tables.kernels_table(rows))
+    table = tables.block_table if op in block.DEFAULTS else tables.kernels_table
+    Console(soft_wrap=True, width=None if Console().is_terminal else 240).print(table(rows))
     if rows[0]["not_installed"]:
         errors.print(f"not installed here, so not compared: {', '.join(rows[0]['not_installed'])}", highlight=False)
     if interrupted:

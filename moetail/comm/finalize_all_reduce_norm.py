@@ -5,6 +5,7 @@
     y         = rms_norm(y, post_norm_weight)                   where it is given (the sandwich), rounded
     residual' = residual + y                                    in fp32, rounded
     h         = rms_norm(residual', norm_weight)                of the rounded residual', rounded
+    quant_out = quantize(h)                                     where it is given, of the rounded h
 
 Only y crosses the link; what follows runs on every rank on the rows that arrived. The definition is
 `moetail.reference.finalize_all_reduce_norm`: the norm of the sum, never the sum of norms; the same bits at every T and
@@ -17,11 +18,13 @@ import torch
 
 from moetail.comm import all_reduce_cpu
 from moetail.comm.all_reduce import WORKSPACE_ARGS, check_workspace, refuse_gradients
-from moetail.comm.all_reduce_norm import NORM_ARGS, _alone
+from moetail.comm.all_reduce_norm import NORM_ARGS, OUTPUTS, alone, epilogue
 from moetail.comm.workspace import Kind, Workspace
 from moetail.numerics import Numerics
 from moetail.ops import finalize as local
 from moetail.ops import finalize_norm as local_norm
+from moetail.ops import quant_out as quantized
+from moetail.quantization import Quantized
 
 
 def finalize_all_reduce_norm(
@@ -38,6 +41,7 @@ def finalize_all_reduce_norm(
     zero_centred: bool = False,
     residual_out: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    quant_out: Quantized | None = None,
     shared_gate: torch.Tensor | None = None,
     routed_scale: float = 1.0,
     num_valid_rows: torch.Tensor | None = None,
@@ -46,7 +50,8 @@ def finalize_all_reduce_norm(
     """Finalize this rank's rows, add every rank's result and the residual, and norm: (h, residual'), [T, H] each.
 
     Shape: `moetail.finalize_norm`'s; the rows' dtype, device and H are the workspace's, and T <= its max_tokens. The
-    residual is the same on every rank. `out` may be `shared`, `residual_out` may be `residual`.
+    residual is the same on every rank. `out` may be `shared`, `residual_out` may be `residual`. After a fault the
+    scales of `quant_out` are NaN (0xFF in E8M0).
 
     Every rank must make the same calls with the same T, T == 0 included, which sends a header only. A workspace of one
     rank makes this `moetail.finalize_norm`. No gradients.
@@ -66,7 +71,8 @@ def finalize_all_reduce_norm(
         return local_norm.finalize_norm(
             rows, row_map, weights, shared, residual=residual, norm_weight=norm_weight, eps=eps,
             post_norm_weight=post_norm_weight, zero_centred=zero_centred, residual_out=residual_out, out=out,
-            shared_gate=shared_gate, routed_scale=routed_scale, num_valid_rows=num_valid_rows, numerics=numerics,
+            quant_out=quant_out, shared_gate=shared_gate, routed_scale=routed_scale, num_valid_rows=num_valid_rows,
+            numerics=numerics,
         )  # fmt: skip
     local.check_settings(numerics, routed_scale)
     refuse_gradients(rows, weights, shared, shared_gate, residual, norm_weight, post_norm_weight, residual_out, out)
@@ -74,48 +80,40 @@ def finalize_all_reduce_norm(
     residual_out = local._new_out(rows, row_map) if residual_out is None else residual_out
     _op(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec, residual, norm_weight,
         float(eps), post_norm_weight, zero_centred, w.control, w.group_name, w.rank, w.world_size, w.max_tokens,
-        w.one_gpu, out, residual_out)  # fmt: skip
+        w.one_gpu, out, residual_out, *quantized.schema_args(quant_out))  # fmt: skip
     return out, residual_out
 
 
 def _checked(*args):  # noqa: ANN002, ANN202
-    """The arguments without the workspace's, checked; overlap too."""
-    own = (*args[:13], *args[-2:])
+    """finalize's arguments, the norm's, the workspace's and the outputs; checked, overlap too."""
+    own = (*args[:13], *args[19:])
     local_norm._check(*own)
     local_norm._check_no_overlap(*own)
-    return own, args[13:-2]
+    return args[:8], args[8:13], args[13:19], args[19:]
 
 
 def _cpu(*args):  # noqa: ANN002, ANN202
-    own, (control, group, rank, world_size, _, _) = _checked(*args)
-    inputs, (residual, norm_weight, eps, post_norm_weight, zero_centred, out, residual_out) = own[:8], own[8:]
+    inputs, norm, (control, group, rank, world_size, _, _), outputs = _checked(*args)
     partial = local._op(*inputs)
     total = torch.empty_like(partial)
     all_reduce_cpu.launch(partial, Kind.FINALIZE_ALL_REDUCE_NORM, control, group, rank, world_size, total)
-    _alone(total, residual, norm_weight, eps, post_norm_weight, zero_centred, out, residual_out)
+    alone(total, *norm, *outputs)
 
 
 def _cuda(*args):  # noqa: ANN002, ANN202
     from moetail.comm import finalize_all_reduce_triton as kernel
 
-    own, (control, _, rank, world_size, max_tokens, one_gpu) = _checked(*args)
-    rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, *rest = own
-    residual, norm_weight, eps, post_norm_weight, zero_centred, out, residual_out = rest
-    kernel.launch(
-        rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale,
-        local._concrete(numerics, rows, row_map, weights), control,
-        kernel.Place(rank, world_size, max_tokens, one_gpu), out,
-        kernel.Epilogue("norm", residual, residual_out, norm_weight, eps, post_norm_weight, zero_centred),
-    )  # fmt: skip
+    (*inputs, numerics), norm, (control, _, *place), (out, *others) = _checked(*args)
+    concrete = local._concrete(numerics, *inputs[:3])
+    kernel.launch(*inputs, concrete, control, kernel.Place(*place), out, epilogue(*norm, *others))
 
 
 def _fake(*args):  # noqa: ANN002, ANN202
-    local_norm._check(*args[:13], *args[-2:])
+    local_norm._check(*args[:13], *args[19:])
 
 
-_OUTPUTS = "Tensor(b!) out, Tensor(c!) residual_out"
 torch.library.define(
-    "moetail::finalize_all_reduce_norm", f"({local._ARGS}, {NORM_ARGS}, {WORKSPACE_ARGS}, {_OUTPUTS}) -> ()"
+    "moetail::finalize_all_reduce_norm", f"({local._ARGS}, {NORM_ARGS}, {WORKSPACE_ARGS}, {OUTPUTS}) -> ()"
 )
 torch.library.impl("moetail::finalize_all_reduce_norm", "CPU")(_cpu)
 torch.library.impl("moetail::finalize_all_reduce_norm", "CUDA")(_cuda)

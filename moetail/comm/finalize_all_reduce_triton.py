@@ -27,7 +27,7 @@ import triton.language as tl
 from moetail.comm import memory, workspace
 from moetail.comm.workspace import FaultKind, Kind
 from moetail.numerics import Numerics
-from moetail.ops.epilogue_triton import _mhc, _residual_norm
+from moetail.ops.epilogue_triton import _mhc, _quantize, _residual_norm
 from moetail.ops.finalize_triton import _INTERPRET, Facts, _finalized, _to, has_pdl
 
 _CALL, _OWNER, _LEFT = (tl.constexpr(word) for word in (workspace.CALL, workspace.OWNER, workspace.LEFT))
@@ -76,7 +76,7 @@ class Place:
 class Epilogue:
     """What follows the sum: nothing; "norm", the residual add and the next layer's norm (the sandwich where
     post_norm_weight is given); or "mhc", the mix into the residual streams [T, hc, H], their collapse and its norm.
-    `out` then holds h."""
+    `out` then holds h; quantized as `quant`, it is in `values` (bytes) and `scales` too."""
 
     name: str = "none"
     residual: torch.Tensor | None = None
@@ -88,6 +88,9 @@ class Epilogue:
     post_mix: torch.Tensor | None = None
     res_mix: torch.Tensor | None = None
     pre_mix: torch.Tensor | None = None
+    quant: str | None = None
+    values: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
 
 # The op of a call, without finalize and with it.
@@ -167,19 +170,23 @@ def _launch(
 def operands(
     inputs: tuple[torch.Tensor | None, ...], control: torch.Tensor, out: torch.Tensor, e: Epilogue
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], tuple[int, ...]]:
-    """What both kernels take first: the tensors, strides that are specialized, and the mixes', which are not."""
+    """What both kernels take: the tensors, the strides that are specialized, and the mixes' and scales', which are
+    not."""
     tensors = (*inputs, e.residual, e.post_mix, e.res_mix, e.pre_mix, e.norm_weight, e.post_norm_weight, out,
-               e.residual_out, control)  # fmt: skip
+               e.residual_out, e.values, e.scales, control)  # fmt: skip
     streams = tuple(_stride(t, dim) for t in (e.residual, e.residual_out) for dim in (0, 1))
     mixes = tuple(_stride(mix) for mix in (e.post_mix, e.res_mix, e.pre_mix))
-    return tensors, (_stride(inputs[0]), _stride(inputs[3]), _stride(out), *streams), mixes
+    scales = (0, 0) if e.scales is None else e.scales.stride()
+    strides = (_stride(inputs[0]), _stride(inputs[3]), _stride(out), *streams, _stride(e.values))
+    return tensors, strides, (*mixes, *scales)
 
 
 def shared_constants(e: Epilogue, facts: Facts, place: Place, *, finalize: bool) -> dict[str, Any]:
     """The compile-time arguments of both kernels that no config chooses."""
     return vars(facts) | {
         "FINALIZE": finalize, "EPILOGUE": e.name, "HC": 0 if e.res_mix is None else e.res_mix.shape[1],
-        "ZERO_CENTRED": e.zero_centred, "W": place.world_size, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
+        "ZERO_CENTRED": e.zero_centred, "QUANT": e.quant, "W": place.world_size, "enable_fp_fusion": False,
+        "launch_pdl": facts.PDL,
     }  # fmt: skip
 
 
@@ -203,7 +210,7 @@ def _compile(
     """Compile and load what serves every T: a module that is loaded while another rank's kernel polls on
     the same GPU waits for it."""
     options = _options(kind, dict(constants))
-    unspecialized = (*(2,) * 7, 2.0, 2.0, *(2,) * 4)  # T, R, five strides, scale, eps, the mixes' strides, rank
+    unspecialized = (*(2,) * 7, 2.0, 2.0, *(2,) * 6)  # T, R, five strides, scale, eps, mixes' and scales' strides, rank
     with torch.cuda.device(device):
         compiled = _finalize_all_reduce_kernel.warmup(
             *dtypes, *unspecialized, *strides, layout.slot_elements, grid=(1,), **options
@@ -217,17 +224,19 @@ def _compile(
 
 # The mixes may be parts of one tensor, at any alignment: their pointers are not specialized either.
 @triton.jit(do_not_specialize=["T", "R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
-                               "gate_stride", "scale", "eps", "post_stride", "comb_stride", "pre_stride", "RANK"],
+                               "gate_stride", "scale", "eps", "post_stride", "comb_stride", "pre_stride",
+                               "scales_stride_t", "scales_stride_g", "RANK"],
             do_not_specialize_on_alignment=["post_mix", "res_mix", "pre_mix"])  # fmt: skip
 def _finalize_all_reduce_kernel(
     rows, row_map, weights, shared, gate, num_valid_rows, residual, post_mix, res_mix, pre_mix, norm_weight,
-    post_norm_weight, out, residual_out, control, T, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k,
-    gate_stride, scale, eps, post_stride, comb_stride, pre_stride, RANK, rows_stride, shared_stride, out_stride,
-    residual_stride_t, residual_stride_s, residual_out_stride_t, residual_out_stride_s, capacity,
+    post_norm_weight, out, residual_out, values, scales, control, T, R, map_stride_t, map_stride_k, weights_stride_t,
+    weights_stride_k, gate_stride, scale, eps, post_stride, comb_stride, pre_stride, scales_stride_t, scales_stride_g,
+    RANK, rows_stride, shared_stride, out_stride, residual_stride_t, residual_stride_s, residual_out_stride_t,
+    residual_out_stride_s, values_stride, capacity,
     K: tl.constexpr, H: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
-    FINALIZE: tl.constexpr, EPILOGUE: tl.constexpr, HC: tl.constexpr, ZERO_CENTRED: tl.constexpr, W: tl.constexpr,
-    BLOCK: tl.constexpr, THREADS: tl.constexpr,
+    FINALIZE: tl.constexpr, EPILOGUE: tl.constexpr, HC: tl.constexpr, ZERO_CENTRED: tl.constexpr, QUANT: tl.constexpr,
+    W: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -312,6 +321,11 @@ def _finalize_all_reduce_kernel(
             residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
         )  # fmt: skip
         tl.store(out + t * out_stride + c, y, mask=here)
+        if QUANT is not None:
+            _quantize(
+                y, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, T > 0, here, H, BLOCK,
+                QUANT,
+            )  # fmt: skip
         for w in tl.static_range(W):
             tl.store(_slot(mine, at + w * capacity), tl.full([BLOCK], _SENTINEL, tl.int16), mask=here & good)
 

@@ -46,6 +46,7 @@ from moetail.comm.finalize_all_reduce_triton import (
 )
 from moetail.comm.workspace import Kind
 from moetail.numerics import Numerics
+from moetail.ops.epilogue_triton import _quantize
 from moetail.ops.finalize_triton import _INTERPRET, Facts, _finalized, _to
 
 _PEERS, _TIMEOUT_NS, _RANKS = one_shot._PEERS, one_shot._TIMEOUT_NS, tl.constexpr(memory.MAX_WORLD_SIZE)
@@ -169,7 +170,7 @@ def compile_all(
 
     steps: the strides of k, in row_map and weights."""
     config = heuristic(constants["W"], layout.hidden, constants["EPILOGUE"])
-    unspecialized = (2, 2, 2, steps[0], 2, steps[1], 2, 2.0, 2.0, 2, 2, 2, 2)
+    unspecialized = (2, 2, 2, steps[0], 2, steps[1], 2, 2.0, 2.0, *(2,) * 6)
     with torch.cuda.device(device):
         for rank in ranks:
             options = _options(kind, rank, constants, config)
@@ -193,18 +194,20 @@ def _options(kind: Kind, rank: int, constants: dict[str, Any], config: TwoShotCo
 
 # The strides of k are specialized: where they are 1, 24 registers of offsets become constants (K 6).
 @triton.jit(do_not_specialize=["T", "R", "map_stride_t", "weights_stride_t", "gate_stride", "scale", "eps",
-                               "post_stride", "comb_stride", "pre_stride", "slice_tokens"],
+                               "post_stride", "comb_stride", "pre_stride", "scales_stride_t", "scales_stride_g",
+                               "slice_tokens"],
             do_not_specialize_on_alignment=["post_mix", "res_mix", "pre_mix"])  # fmt: skip
 def _two_shot_kernel(
     rows, row_map, weights, shared, gate, num_valid_rows, residual, post_mix, res_mix, pre_mix, norm_weight,
-    post_norm_weight, out, residual_out, control, T, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k,
-    gate_stride, scale, eps, post_stride, comb_stride, pre_stride, slice_tokens, rows_stride, shared_stride,
-    out_stride, residual_stride_t, residual_stride_s, residual_out_stride_t, residual_out_stride_s, arrivals,
-    result_flags, inbox, results,
+    post_norm_weight, out, residual_out, values, scales, control, T, R, map_stride_t, map_stride_k, weights_stride_t,
+    weights_stride_k, gate_stride, scale, eps, post_stride, comb_stride, pre_stride, scales_stride_t, scales_stride_g,
+    slice_tokens, rows_stride, shared_stride, out_stride, residual_stride_t, residual_stride_s, residual_out_stride_t,
+    residual_out_stride_s, values_stride, arrivals, result_flags, inbox, results,
     K: tl.constexpr, H: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
-    FINALIZE: tl.constexpr, EPILOGUE: tl.constexpr, HC: tl.constexpr, ZERO_CENTRED: tl.constexpr, W: tl.constexpr,
-    RANK: tl.constexpr, SCATTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
+    FINALIZE: tl.constexpr, EPILOGUE: tl.constexpr, HC: tl.constexpr, ZERO_CENTRED: tl.constexpr, QUANT: tl.constexpr,
+    W: tl.constexpr, RANK: tl.constexpr, SCATTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -294,6 +297,9 @@ def _two_shot_kernel(
                     residual_out_stride_t, residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
                 )  # fmt: skip
                 tl.store(out + (t - RANK * part if SCATTER else t) * out_stride + c, y, mask=here)
+                if QUANT is not None:
+                    _quantize(y, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, None,
+                              here, H, BLOCK, QUANT)  # fmt: skip
             if not SCATTER:
                 _release(peers + result_flags + (tile * _RANKS + RANK) * 8, call, (lane < W) & (lane != RANK))
 
@@ -318,23 +324,29 @@ def _two_shot_kernel(
                     residual_out_stride_t, residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
                 )  # fmt: skip
                 tl.store(out + t * out_stride + c, y, mask=here)
+                if QUANT is not None:
+                    _quantize(y, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, None,
+                              here, H, BLOCK, QUANT)  # fmt: skip
 
     if failed != 0:
         tl.debug_barrier()  # what this program has written of these tiles is there
         OWNERS: tl.constexpr = 1 if SCATTER else W
         for unit in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _nan(unit, RANK, part, T, out, out_stride, RANK * part if SCATTER else 0, residual_out,
-                 residual_out_stride_t, residual_out_stride_s, H, HC, TILE, BLOCK)  # fmt: skip
+                 residual_out_stride_t, residual_out_stride_s, values, values_stride, scales, scales_stride_t,
+                 scales_stride_g, H, HC, QUANT, TILE, BLOCK)  # fmt: skip
         for unit in range(tl.program_id(0), tiles * (OWNERS - 1), tl.num_programs(0)):
             _nan(unit // (W - 1), (RANK + 1 + unit % (W - 1)) % W, part, T, out, out_stride, 0, residual_out,
-                 residual_out_stride_t, residual_out_stride_s, H, HC, TILE, BLOCK)  # fmt: skip
+                 residual_out_stride_t, residual_out_stride_s, values, values_stride, scales, scales_stride_t,
+                 scales_stride_g, H, HC, QUANT, TILE, BLOCK)  # fmt: skip
     _end(control, alone, tl.full([], RANK, tl.int32), call)
 
 
 @triton.jit
 def _nan(
     tile, owner, part, T, out, out_stride, out_first, residual_out, residual_out_stride_t, residual_out_stride_s,
-    H: tl.constexpr, HC: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    values, values_stride, scales, scales_stride_t, scales_stride_g, H: tl.constexpr, HC: tl.constexpr,
+    QUANT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What a tile is after a fault."""
     columns: tl.constexpr = tl.cdiv(H, BLOCK)
@@ -348,6 +360,9 @@ def _nan(
             for stream in range(0, HC if HC else 1):
                 at = residual_out + t * residual_out_stride_t + stream * residual_out_stride_s + c
                 tl.store(at, nan, mask=c < H)
+        if QUANT is not None:
+            _quantize(nan, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, None, c < H,
+                      H, BLOCK, QUANT)  # fmt: skip
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from moetail import tuning
 from moetail.comm.memory import MAX_WORLD_SIZE, Layout, cleared, one_shot_tokens
 
 # The int64 words of `Workspace.control`. PEERS: one word a rank, the address of its allocation (0 on a CPU).
@@ -183,8 +184,9 @@ class Workspace:
         )
         name = ""
         if group is not None and world_size > 1:  # before any check of its own: a rank that raised would not arrive
-            everyone = _gathered((facts, uuid.uuid4().hex), group, device)
-            check_agreement([theirs for theirs, _ in everyone])
+            everyone = _gathered((facts, uuid.uuid4().hex, tuning.digest(device)), group, device)
+            check_agreement([theirs for theirs, _, _ in everyone])
+            tuning.check_ranks([theirs for _, _, theirs in everyone])
             name = everyone[0][1]
         facts.check()
         if group is None or world_size == 1:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from moetail.integrations.transformers import has_shared_experts, is_transformed, top_k
-from moetail.models import ModelFacts
+from moetail.integrations.transformers import has_shared_experts, is_transformed, top_k, triton_reason
+from moetail.models import ExpertsFacts, ModelFacts
 from moetail.plan import LayerFacts, RoutedScale
 
 _LAYER = re.compile(r"(?P<stack>\D+)\.(?P<index>\d+)\.")  # model.layers.3.mlp.experts
@@ -34,12 +34,15 @@ def from_config(name: str, config: Any) -> ModelFacts:
     text = config.get_text_config()
     stack = ""
     experts: dict[int, bool] = {}  # whether a layer's experts are of transformers' experts interface
+    kinds: dict[ExpertsFacts, None] = {}
     for path, module in model.named_modules():
         layer = _LAYER.match(path)
         if layer is not None and (hasattr(module, "_apply_gate") or path.endswith(".experts")):
             stack = layer["stack"]
             index = int(layer["index"])
             experts[index] = experts.get(index, False) or hasattr(module, "_apply_gate")
+            if hasattr(module, "_apply_gate") and triton_reason(module) is None:
+                kinds[_sizes(module, top_k(config))] = None
     if not experts:
         raise ValueError(f"model must have Mixture-of-Experts layers, got {name!r} ({config.model_type}) without any")
     scale = RoutedScale.RUNNER if is_transformed(text) else RoutedScale.WEIGHTS
@@ -49,4 +52,11 @@ def from_config(name: str, config: Any) -> ModelFacts:
         else LayerFacts(index, is_moe=False)
         for index in range(len(model.get_submodule(stack)))
     )
-    return ModelFacts(name, layers, top_k(config), text.hidden_size)
+    return ModelFacts(name, layers, top_k(config), text.hidden_size, experts=tuple(kinds))
+
+
+def _sizes(module: Any, K: int) -> ExpertsFacts:
+    E, H, inner = module.down_proj.shape
+    if module.is_transposed:
+        H, inner = inner, H
+    return ExpertsFacts(E, K, H, inner, transposed=module.is_transposed)

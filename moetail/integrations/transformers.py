@@ -8,6 +8,10 @@
 Nothing is patched: an experts function is registered under the name "moetail" (importing this file does it), and it
 returns a value that the block's own `routed + shared` completes (`deferred.py`). Where that cannot be done with the
 same bits the stock `grouped_mm` runs, and `explain` says why.
+
+`enable(model, experts="triton")`, registered as "moetail_triton", also runs the experts by `moetail.TritonExperts`:
+gate and up stay fp32 and are rounded once, so that its bits are not `grouped_mm`'s; the tail's are those of its own
+experts, then finalize, then add. On a CPU the same rows come from the op's definition, which is slow.
 Source: what transformers computes is `grouped_mm_experts_forward` of transformers.integrations.moe, 5.17.
 """
 
@@ -15,7 +19,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +30,13 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from moetail.contract import TailSpec, UnfinalizedMoEOutput
+from moetail.experts import TritonExperts
 from moetail.integrations.deferred import DeferredRoutedSum
 from moetail.numerics import Numerics
 
 NAME = "moetail"
+TRITON = "moetail_triton"
+EXPERTS = {"grouped_mm": NAME, "triton": TRITON}
 OLDEST, TOO_NEW = Version("5.17"), Version("6")
 
 
@@ -47,6 +56,7 @@ from transformers.integrations.moe import (  # noqa: E402
 )
 
 TAIL = TailSpec(Numerics.TRANSFORMERS)
+_LIMIT = "_moetail_limit"  # of an experts module: `_swiglu_limit`
 _SHARED_EXPERTS = (
     "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert",
     "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
@@ -66,56 +76,82 @@ class Reason(enum.Enum):
     NO_SHARED_EXPERTS = "the model has no shared experts to add"
     TRANSFORMED = "the block changes the routed sum before it adds the shared experts"
     WRAPPED = "a hook or a wrapped forward (tensor parallel, offloading) reads the experts' output"
+    NO_GATE = "its experts have no gate, which the triton experts need"
+    OTHER_GATE = "its gate is not silu(gate) * up, clamped or not, of a gate that lies before up"
+    NOT_BF16 = "its expert weights are not bf16, which the triton experts need"
+    OLD_GPU = "the triton experts need a GPU of compute capability 9.0 or newer"
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What one MoE block runs. `path`: "one kernel" (finalize + shared add), "finalize only", or "stock"."""
+    """What one MoE block runs. `path`: "one kernel" (finalize + shared add), "finalize only", or "stock". `backend`:
+    whose experts' GEMMs run, and why it is not the triton ones, where those were asked for."""
 
     block: str
     experts: str
     path: str
     reason: Reason | None
+    backend: str = "grouped_mm"
+    backend_reason: Reason | None = None
 
     def __str__(self) -> str:
-        return f"{self.block}: {self.path}" + (f" ({self.reason.value})" if self.reason else "")
+        text = f"{self.block}: {self.path}" + (f" ({self.reason.value})" if self.reason else "")
+        if self.backend_reason is not None:
+            return f"{text}, {self.backend} experts ({self.backend_reason.value})"
+        return text if self.backend == "grouped_mm" else f"{text}, {self.backend} experts"
 
 
-def enable(model: PreTrainedModel) -> PreTrainedModel:
+def enable(model: PreTrainedModel, experts: str = "grouped_mm") -> PreTrainedModel:
     """Run this model's MoE blocks through moetail; returns the model. Nothing is written to its saved config.
+
+    experts  "grouped_mm", with stock's bits, or "triton": ours, where a block can run them
 
     Raises: ValueError where no block of the model has MoE experts, or none of them can be served (with the reasons).
     """
-    plans = explain(model)
+    if experts not in EXPERTS:
+        raise ValueError(f"experts must be one of {', '.join(EXPERTS)}, got {experts!r}")
+    plans = explain(model, experts)
     if all(plan.path == "stock" for plan in plans):
         raise ValueError("model must have a MoE block that moetail can serve, got: " + "; ".join(map(str, plans)))
+    if experts == "triton" and all(plan.backend != "triton" for plan in plans):
+        raise ValueError("experts must be grouped_mm for this model, got triton: " + "; ".join(map(str, plans)))
     current = model.get_experts_implementation()
-    if NAME not in current.values():
+    if not set(EXPERTS.values()) & set(current.values()):
         model.__dict__["_moetail_stock"] = current
-        model.set_experts_implementation(NAME)
+    if EXPERTS[experts] not in current.values():
+        model.set_experts_implementation(EXPERTS[experts])
     return model
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Give the model its previous experts implementation back; returns the model."""
     stock = model.__dict__.pop("_moetail_stock", "grouped_mm")
-    if NAME in model.get_experts_implementation().values():
+    if set(EXPERTS.values()) & set(model.get_experts_implementation().values()):
         model.set_experts_implementation(stock)
+    for module in model.modules():
+        module.__dict__.pop(_LIMIT, None)
     return model
 
 
-def explain(model: PreTrainedModel) -> list[BlockPlan]:
-    """What each MoE block of the model would run under `enable`, and why, one row a block.
+def explain(model: PreTrainedModel, experts: str | None = None) -> list[BlockPlan]:
+    """What each MoE block of the model would run under `enable(model, experts)`, and why, one row a block; None: the
+    experts that are enabled now, grouped_mm where none are.
 
     States that belong to a call (gradients, autocast) are reported as they are now; eval mode and no_grad are assumed
     where the model is in eval mode.
 
     Raises: ValueError where the model has no MoE block.
     """
+    if experts is None:
+        experts = "triton" if TRITON in model.get_experts_implementation().values() else "grouped_mm"
     plans = []
     for name, module in model.named_modules():
         if hasattr(module, "_apply_gate") and hasattr(module, "has_gate"):
-            plans.append(_plan(name, module, model))
+            plan = _plan(name, module, model)
+            if experts == "triton" and plan.path != "stock":
+                why = triton_reason(module)
+                plan = replace(plan, backend="grouped_mm" if why else "triton", backend_reason=why)
+            plans.append(plan)
         elif name.rpartition(".")[2] == "experts" and sum(1 for _ in module.parameters()) > 0:
             plans.append(BlockPlan(name, type(module).__name__, "stock", Reason.NOT_REGISTERED))
     if not plans:
@@ -127,6 +163,21 @@ def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor | DeferredRoutedSum:
     """The experts function: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H] or its promise."""
+    return _forward(self, hidden_states, top_k_index, top_k_weights, expert_rows)
+
+
+def triton_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor | DeferredRoutedSum:
+    """As `experts_forward`, with the rows of `moetail.TritonExperts` where the block can run them."""
+    make_rows = expert_rows if triton_reason(self) is not None else triton_rows
+    return _forward(self, hidden_states, top_k_index, top_k_weights, make_rows)
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+    make_rows: Callable[..., UnfinalizedMoEOutput],
+) -> torch.Tensor | DeferredRoutedSum:  # fmt: skip
     weight = self.down_proj
     wants_grad = torch.is_grad_enabled() and any(
         t.requires_grad for t in (hidden_states, top_k_weights, *self.parameters())
@@ -139,7 +190,7 @@ def experts_forward(
         or _static_reason(weight.dtype, weight.device, top_k_index.shape[-1], hidden_states.shape[-1]) is not None
     ):
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    routed = expert_rows(self, hidden_states, top_k_index, top_k_weights)
+    routed = make_rows(self, hidden_states, top_k_index, top_k_weights)
     if _finalize_only_reason(self) is None:
         return DeferredRoutedSum(routed, TAIL, tuple(hidden_states.shape))
     return routed.finalize(None, TAIL)
@@ -169,6 +220,59 @@ def expert_rows(
     row_map = torch.empty_like(order)
     row_map[order] = torch.arange(num_slots, device=order.device)
     return UnfinalizedMoEOutput(rows, row_map.view(-1, K), top_k_weights, offsets[-1:])
+
+
+def triton_rows(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> UnfinalizedMoEOutput:
+    """The experts up to their second GEMM by ours. Under expert parallelism an id >= num_experts is an absent slot."""
+    up, down = self.gate_up_proj, self.down_proj
+    if self.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    experts = TritonExperts(
+        up, down, self.gate_up_proj_bias if self.has_bias else None, self.down_proj_bias if self.has_bias else None,
+        limit=_swiglu_limit(self),
+    )  # fmt: skip
+    return experts(hidden_states, top_k_index, top_k_weights)
+
+
+def triton_reason(experts: Any) -> Reason | None:
+    """Why the triton experts cannot run this module; None: they can. No call's state is asked."""
+    weight = experts.down_proj
+    if not experts.has_gate:
+        return Reason.NO_GATE
+    if weight.dtype != torch.bfloat16 and weight.device.type != "meta":  # on meta: a config's, cast when it is loaded
+        return Reason.NOT_BF16
+    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < (9, 0):
+        return Reason.OLD_GPU
+    return Reason.OTHER_GATE if _swiglu_limit(experts) == math.inf else None
+
+
+def _swiglu_limit(experts: Any) -> float | None:
+    """What clamps the module's SwiGLU, None for nothing, inf where its gate is another function.
+
+    Asked of the module's own code, once: what it makes of a few numbers is compared with ours.
+    """
+    if _LIMIT not in experts.__dict__:
+        experts.__dict__[_LIMIT] = _probed_limit(experts)
+    return experts.__dict__[_LIMIT]
+
+
+def _probed_limit(experts: Any) -> float | None:
+    numbers = torch.linspace(-30, 30, 61)
+    gate_up = torch.cat([numbers, numbers.flip(0) * 0.7])[None]
+    try:
+        got = experts._apply_gate(gate_up)
+    except Exception:  # a gate with tensors of its own, elsewhere: not ours, whatever it is
+        return math.inf
+    for limit in (None, getattr(experts, "limit", None)):
+        gate, up = gate_up.chunk(2, -1)
+        if isinstance(limit, (int, float)):
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        want = torch.nn.functional.silu(gate) * up
+        if got.shape == want.shape and torch.allclose(got, want):
+            return None if limit is None else float(limit)
+    return math.inf
 
 
 def _linear(self: Any, name: str, x: torch.Tensor, offsets: torch.Tensor, bias_of: torch.Tensor | None) -> torch.Tensor:
@@ -240,5 +344,7 @@ def top_k(config: Any) -> int:
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+ALL_EXPERTS_FUNCTIONS.register(TRITON, triton_experts_forward)
 # Quantized experts look the same name up in a registry of their own: they keep their stock path.
-ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, ALL_FP8_EXPERTS_FUNCTIONS["grouped_mm"])
+for name in EXPERTS.values():
+    ALL_FP8_EXPERTS_FUNCTIONS.register(name, ALL_FP8_EXPERTS_FUNCTIONS["grouped_mm"])

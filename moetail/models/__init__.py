@@ -1,22 +1,41 @@
-"""What is known about a model before it is built: enough to plan its tails."""
+"""What is known about a model before it is built: enough to plan its tails and to name every kernel it launches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from moetail.plan import LayerFacts
+from moetail.routing import Router
+
+
+@dataclass(frozen=True)
+class ExpertsFacts:
+    """One kind of MoE layer: E experts with I columns inside, before ranks split them.
+
+    router      None: code that is not ours routes
+    transposed  the weights are [E, in, out]
+    """
+
+    E: int
+    K: int
+    H: int
+    I: int  # noqa: E741
+    router: Router | None = None
+    is_drafter: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """layers: the model's and then its drafter's. stage_cuts: the layers at which a pipeline stage may start, None for
-    any."""
+    any. experts: the kinds of MoE layers."""
 
     name: str
     layers: tuple[LayerFacts, ...]
     K: int
     H: int
     stage_cuts: tuple[int, ...] | None = None
+    experts: tuple[ExpertsFacts, ...] = ()
 
     def stage_starts(self, pp: int) -> tuple[int, ...]:
         """The first layer of each of `pp` stages of equal length, to the layer.

@@ -7,8 +7,11 @@ The drafter's three layers have the same class; one stands for them.
 
 from __future__ import annotations
 
-from moetail.models import ModelFacts
+from dataclasses import replace
+
+from moetail.models import ExpertsFacts, ModelFacts
 from moetail.plan import LayerFacts
+from moetail.routing import Router
 
 NAME = "deepseek-v4.1-flash"
 LAYERS = 40
@@ -16,6 +19,7 @@ H = 5120
 E = 384
 K = 6
 I = 2304  # noqa: E741  intermediate size of one expert, as everywhere here
+DRAFTER_E, DRAFTER_K = 128, 3
 ENGRAM_LAYERS = (1, 14)
 # Layers share their KV and their index with earlier ones, so a stage may start at these only.
 STAGE_CUTS = (1, 2, 8, 14, 20)
@@ -36,4 +40,8 @@ def facts(boundary_max_tokens: int = BOUNDARY_MAX_TOKENS) -> ModelFacts:
         for index in range(LAYERS)
     )
     drafter = LayerFacts(LAYERS, can_stop=True, has_shared_experts=True, is_drafter=True)
-    return ModelFacts(NAME, (*model, drafter), K, H, STAGE_CUTS)
+    experts = (
+        ExpertsFacts(E, K, H, I, Router.DEEPSEEK_V4),
+        ExpertsFacts(DRAFTER_E, DRAFTER_K, H, I, replace(Router.DEEPSEEK_V4, top_k=DRAFTER_K), is_drafter=True),
+    )
+    return ModelFacts(NAME, (*model, drafter), K, H, STAGE_CUTS, experts)

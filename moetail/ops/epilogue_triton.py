@@ -1,8 +1,8 @@
 """What follows the shared add, on one token's row in registers: for every kernel that ends a layer.
 
 One program owns the whole row, as [BLOCK] with BLOCK >= H; `here` is False beyond H. The definitions are
-`moetail.reference.rms_norm`, `_residual_norm` and `_mhc` there; that of rms_norm says why the sum is of integers, which
-`tl.max` and `tl.sum` may then add in any order, on any layout and number of warps.
+`moetail.reference.rms_norm`, `_residual_norm`, `_mhc` and `quantize` there; that of rms_norm says why the sum is of
+integers, which `tl.max` and `tl.sum` may then add in any order, on any layout and number of warps.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from moetail.ops.finalize_triton import _to
+from moetail.ops.finalize_triton import _INTERPRET, _to
 
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Warps of a program that owns a row. A config changes time, never bits."""
+    """Warps of a program that owns a row, and the most registers of a thread (0: the compiler's choice). A config
+    changes time, never bits."""
 
     warps: int
+    registers: int = 0
 
 
 # (least T, the 16-bit elements of a row that a thread holds) in rising T: a kernel's own.
 ElementsAThread = tuple[tuple[int, int], ...]
+
+# Elements of a thread where tokens are few, so that a program has a multiprocessor for itself. Left to choose, ptxas
+# spares registers for a second program and loads the K rows one after the other: at H 5120 and K 6, 37 registers and
+# eight batches of loads; told that it may use them all, 55 registers and two (sm_90, Triton 3.6 and 3.9). Not timed.
+_ALONE = 8
 
 
 def heuristic(table: ElementsAThread, T: int, H: int, element_size: int) -> RowConfig:
@@ -38,7 +45,10 @@ def every_config(table: ElementsAThread, H: int, element_size: int) -> tuple[Row
 
 def _fitted(elements: int, H: int, element_size: int) -> RowConfig:
     warps = triton.next_power_of_2(H) * element_size // (2 * 32 * elements)
-    return RowConfig(min(max(warps, 1), 32))
+    if warps > 32:
+        return RowConfig(32)
+    warps = max(warps, 1)
+    return RowConfig(warps, min(65536 // (32 * warps), 255) if elements == _ALONE else 0)
 
 
 @triton.jit
@@ -111,3 +121,59 @@ def _mhc(
         new_at += new_stride
     collapsed = _to(collapsed, dtype).to(tl.float32)
     return _to(_rms_norm(collapsed, weight, here, eps, H, False), dtype)
+
+
+@triton.jit
+def _quantize(
+    h, values_at, scales_at, scales_stride, there, here, H: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr
+):
+    """Store h [BLOCK], of the rows' dtype, as e4m3 at values_at [BLOCK] and its groups' scales at scales_at,
+    scales_stride apart.
+
+    QUANT is a Quant's name; both pointers are to bytes, but that of fp32 scales. `there`: whether there is a token,
+    None for yes. Groups lie within H or beyond it.
+    """
+    GROUP: tl.constexpr = 32 if QUANT == "mxfp8" else 128
+    x = tl.reshape(h.to(tl.float32), [BLOCK // GROUP, GROUP])
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    finite = largest < 0x7F800000
+    if QUANT != "mxfp8":
+        largest = tl.maximum(largest, 0x2EDBE6FF)  # 1e-10
+    if QUANT == "fp8_group128":
+        scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full([BLOCK // GROUP], 448.0, tl.float32))
+        divisor = tl.where(finite, scale, float("nan"))
+        x = tl.div_rn(x, tl.broadcast_to(divisor[:, None], [BLOCK // GROUP, GROUP]))
+        scale = divisor
+    else:
+        exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 0)
+        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        x = x * tl.where(finite, factor, float("nan"))[:, None]
+        if QUANT == "mxfp8":
+            scale = tl.where(finite, exponent, 0xFF).to(tl.uint8)
+        else:
+            scale = tl.where(finite, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    tl.store(values_at, _e4m3(tl.reshape(x, [BLOCK])), mask=here)
+    g = tl.arange(0, BLOCK // GROUP)
+    inside = g < H // GROUP
+    if there is not None:
+        inside = tl.where(there, inside, False)  # the interpreter rejects a block anded with a scalar
+    tl.store(scales_at + g * scales_stride, scale, mask=inside)
+
+
+@triton.jit
+def _e4m3(x):
+    """fp32 to the byte of an e4m3, to nearest even, saturating; NaN is 0x7F. Triton's interpreter loses the carry into
+    the exponent (3.9): by hand there."""
+    if _INTERPRET:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # the exponent's bias falls from 127 to 7
+        # Below 2**-6 the step is 2**-9, and neighbouring fp32 above 2**23 are integers: the addition rounds.
+        small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+        code = tl.minimum(tl.where(size < 0x3C800000, small, normal), 0x7E)
+        return tl.where(x == x, code | ((bits >> 24) & 0x80), 0x7F).to(tl.uint8)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+EPILOGUES = (_residual_norm, _rms_norm, _mhc, _quantize, _e4m3)  # for the hash of every kernel that ends a layer

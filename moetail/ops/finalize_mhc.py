@@ -4,6 +4,7 @@
     S'[t,j]  = post_mix[t,j] * y[t] + sum_i res_mix[t,i,j] * S[t,i]            post first, then i ascending, rounded
     c[t]     = sum_i pre_mix[t,i] * S'[t,i]                                    of the rounded S', i ascending, rounded
     h        = rms_norm(c, norm_weight)                                        of the rounded c, rounded
+    quant_out = quantize(h)                                                    where it is given, of the rounded h
 
 S are the hc streams `residual`. `res_mix` is [source i, target j]: a target sums over its first index. In fp32 each
 product and each sum is rounded: no FMA, which costs a CPU an emulation and gives the same bits nowhere else either.
@@ -22,7 +23,9 @@ import torch
 from moetail import reference
 from moetail.numerics import Numerics
 from moetail.ops import finalize as local
-from moetail.ops.finalize_norm import _write, check_constants, check_number, check_weights
+from moetail.ops import quant_out as quantized
+from moetail.ops.finalize_norm import OUTPUTS, _write, check_constants, check_number, check_weights
+from moetail.quantization import Quantized
 
 MAX_STREAMS = 8
 
@@ -41,6 +44,7 @@ def finalize_mhc(
     eps: float,
     residual_out: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    quant_out: Quantized | None = None,
     shared_gate: torch.Tensor | None = None,
     routed_scale: float = 1.0,
     num_valid_rows: torch.Tensor | None = None,
@@ -58,6 +62,7 @@ def finalize_mhc(
         out           [T, H]       the rows' dtype; inner stride 1, row stride >= H: where h is written. May be `shared`
         residual_out  [T, hc, H]   the rows' dtype; inner stride 1, stream stride >= H, token stride >= hc of these:
                                    where residual' is written. May be `residual`; neither may overlap any other argument
+        quant_out                  `moetail.finalize_norm`'s: where h quantized is written too
 
     The three mixes may be parts of one tensor: a token's stride is free. 1e-20 <= eps <= 1; the norm is
     `moetail.finalize_norm`'s. T == 0 returns empty results and launches nothing. Not differentiable.
@@ -74,12 +79,12 @@ def finalize_mhc(
     check_constants(needed, optional)
     args = (rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec, residual,
             post_mix, res_mix, pre_mix, norm_weight, eps)  # fmt: skip
-    if out is None and residual_out is None:
+    if out is None and residual_out is None and quant_out is None:
         return _op(*args)
     local._check_rank(rows, row_map)
     out = local._new_out(rows, row_map) if out is None else out
     residual_out = new_residual(residual) if residual_out is None else residual_out
-    _op_out(*args, out, residual_out)
+    _op_out(*args, out, residual_out, *quantized.schema_args(quant_out))
     return out, residual_out
 
 
@@ -90,12 +95,13 @@ def new_residual(residual: torch.Tensor) -> torch.Tensor:
 
 def _cpu_into(*args):  # noqa: ANN002, ANN202
     """Write `out` and `residual_out`: the arguments are checked, `numerics` is concrete, T >= 1."""
-    inputs, mhc, (out, residual_out) = args[:8], args[8:-2], args[-2:]
+    inputs, mhc, (out, residual_out, *quant) = args[:8], args[8:14], args[14:]
     y = local._new_out(*inputs[:2])
     local._cpu_into(*inputs, y)
     h, new = reference._mhc(y, *mhc)
     out.copy_(h)
     residual_out.copy_(new)
+    quantized.write(h, *quant)
 
 
 def _cuda_into(*args):  # noqa: ANN002, ANN202
@@ -109,7 +115,7 @@ def _functional(into: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, 
 
     def finalize_mhc(*args):  # noqa: ANN002, ANN202
         outputs = _fake(*args)
-        _write(into, *args, *outputs)
+        _write(into, *args, *outputs, None, None, None)
         return outputs
 
     return finalize_mhc
@@ -130,14 +136,15 @@ def _fake(*args):  # noqa: ANN002, ANN202
     rows, row_map, *_ = args
     local._check_rank(rows, row_map)
     out, residual_out = local._new_out(rows, row_map), new_residual(args[8])
-    _check(*args, out, residual_out)
+    _check(*args, out, residual_out, None, None, None)
     return out, residual_out
 
 
 def _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, *rest):  # noqa: ANN001, ANN002, ANN202
-    *mhc, out, residual_out = rest
+    mhc, (out, residual_out, *quant) = rest[:6], rest[6:]
     local._check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
     check_mhc("rows", rows, row_map.shape[0], *mhc, residual_out)
+    quantized.check(rows, row_map.shape[0], *quant)
 
 
 def check_mhc(
@@ -188,17 +195,19 @@ def check_residual_out(
 
 
 def _check_no_overlap(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, residual,  # noqa: ANN001, ANN202
-                      post_mix, res_mix, pre_mix, norm_weight, eps, out, residual_out):  # fmt: skip # noqa: ANN001
+                      post_mix, res_mix, pre_mix, norm_weight, eps, out, residual_out, _, values, scales):  # fmt: skip # noqa: ANN001
     inputs = (*local._inputs(rows, row_map, weights, shared_gate, num_valid_rows), ("post_mix", post_mix),
               ("res_mix", res_mix), ("pre_mix", pre_mix), ("norm_weight", norm_weight))  # fmt: skip
     local._check_no_overlap(out, shared, (*inputs, ("residual", residual), ("residual_out", residual_out)))
     check_residual_out(residual_out, residual, (*inputs, ("shared", shared)))
+    written = (("out", out), ("residual_out", residual_out))
+    quantized.check_no_overlap(values, scales, (*inputs, *written, ("shared", shared), ("residual", residual)))
 
 
 MHC_ARGS = "Tensor residual, Tensor post_mix, Tensor res_mix, Tensor pre_mix, Tensor norm_weight, float eps"
 _ARGS = f"{local._ARGS}, {MHC_ARGS}"
 torch.library.define("moetail::finalize_mhc", f"({_ARGS}) -> (Tensor, Tensor)")
-torch.library.define("moetail::finalize_mhc_out", f"({_ARGS}, Tensor(a!) out, Tensor(b!) residual_out) -> ()")
+torch.library.define("moetail::finalize_mhc_out", f"({_ARGS}, {OUTPUTS}) -> ()")
 for _device, _into in (("CPU", _cpu_into), ("CUDA", _cuda_into)):
     torch.library.impl("moetail::finalize_mhc", _device)(_functional(_into))
     torch.library.impl("moetail::finalize_mhc_out", _device)(_out_variant(_into))

@@ -16,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from moetail import tuning
 from moetail.numerics import Numerics
-from moetail.ops.epilogue_triton import RowConfig, _mhc, every_config, heuristic
-from moetail.ops.finalize_triton import Facts, _finalized, has_pdl
+from moetail.ops import epilogue_triton
+from moetail.ops.epilogue_triton import RowConfig, _mhc, _quantize
+from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 
 # As in finalize_norm_triton.py. Not yet timed.
 ELEMENTS_A_THREAD = ((0, 8), (256, 16))
@@ -41,9 +43,13 @@ def launch(
     eps: float,
     out: torch.Tensor,
     residual_out: torch.Tensor,
+    quant: str | None = None,
+    values: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     config: RowConfig | None = None,
 ) -> None:
-    """Write `out` and `residual_out`. The arguments are checked, `numerics` is concrete, T >= 1.
+    """Write `out` and `residual_out`; `values`, as bytes, and `scales` where `quant` names a format. The arguments are
+    checked, `numerics` is concrete, T >= 1.
 
     The first call of a kind compiles and loads every config that another T could ask for.
     """
@@ -51,23 +57,47 @@ def launch(
     facts = Facts.of(K, H, numerics, routed_scale, has_pdl(rows.device))
     strides = _Strides(
         rows.stride(0), 0 if shared is None else shared.stride(0), residual.stride(0), residual.stride(1),
-        out.stride(0), residual_out.stride(0), residual_out.stride(1),
+        out.stride(0), residual_out.stride(0), residual_out.stride(1), 0 if values is None else values.stride(0),
     )  # fmt: skip
     tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, residual, post_mix, res_mix, pre_mix,
-               norm_weight, out, residual_out)  # fmt: skip
+               norm_weight, out, residual_out, values, scales)  # fmt: skip
     hc = residual.shape[1]
     if config is None:
-        config = heuristic(ELEMENTS_A_THREAD, T, H, rows.element_size())
+        config = config_for(rows.device, T, K, H, rows.dtype, hc)
         if rows.device.type == "cuda":
-            _compile(rows.device, tuple(None if t is None else t.dtype for t in tensors), strides, facts, hc)
+            _compile(rows.device, tuple(None if t is None else t.dtype for t in tensors), strides, facts, hc, quant)
     weights_strides = (0, 0) if weights is None else weights.stride()
     gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
+    scales_strides = (0, 0) if scales is None else scales.stride()
     # Triton launches on the current device's stream, whatever device the tensors are on.
     with torch.cuda.device(rows.device) if rows.device.type == "cuda" else contextlib.nullcontext():
         _finalize_mhc_kernel[(T,)](
             *tensors, R, *row_map.stride(), *weights_strides, gate_stride, post_mix.stride(0), res_mix.stride(0),
-            pre_mix.stride(0), *vars(strides).values(), float(routed_scale), float(eps), **_options(facts, hc, config),
+            pre_mix.stride(0), *scales_strides, *vars(strides).values(), float(routed_scale), float(eps),
+            **_options(facts, hc, config, quant),
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)
+def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype, hc: int) -> RowConfig:
+    """The tuned config where this GPU has one for T, the heuristic's otherwise."""
+    tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype, hc), kernel_hash(), T)
+    return epilogue_triton.heuristic(ELEMENTS_A_THREAD, T, H, dtype.itemsize) if tuned is None else tuned
+
+
+def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype, hc: int) -> tuple[RowConfig, ...]:
+    """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
+    tuned = tuning.every_tuned(RowConfig, device, tuned_shape(K, H, dtype, hc), kernel_hash())
+    return tuple(dict.fromkeys((*epilogue_triton.every_config(ELEMENTS_A_THREAD, H, dtype.itemsize), *tuned)))
+
+
+def tuned_shape(K: int, H: int, dtype: torch.dtype, hc: int) -> tuning.Shape:
+    return tuning.Shape("finalize_mhc", (("K", K), ("H", H), ("hc", hc)), str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def kernel_hash() -> str:
+    return tuning.source_hash(_finalize_mhc_kernel, *epilogue_triton.EPILOGUES, *FINALIZED)
 
 
 @dataclass(frozen=True)
@@ -82,41 +112,46 @@ class _Strides:
     out: int
     residual_out_token: int
     residual_out_stream: int
+    values: int
 
 
-def _options(facts: Facts, hc: int, config: RowConfig) -> dict[str, Any]:
+def _options(facts: Facts, hc: int, config: RowConfig, quant: str | None = None) -> dict[str, Any]:
     return vars(facts) | {
-        "BLOCK": triton.next_power_of_2(facts.H), "HC": hc, "num_warps": config.warps, "enable_fp_fusion": False,
-        "launch_pdl": facts.PDL,
+        "BLOCK": triton.next_power_of_2(facts.H), "HC": hc, "QUANT": quant, "num_warps": config.warps,
+        "maxnreg": config.registers or None, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
     }  # fmt: skip
 
 
 @functools.cache
 def _compile(
-    device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: _Strides, facts: Facts, hc: int
-) -> None:
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: _Strides, facts: Facts, hc: int,
+    quant: str | None,
+) -> None:  # fmt: skip
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
-    unspecialized = (2,) * 9  # R and eight strides
+    unspecialized = (2,) * 11  # R and ten strides
     with torch.cuda.device(device):
-        for config in every_config(ELEMENTS_A_THREAD, facts.H, cast(torch.dtype, dtypes[0]).itemsize):
+        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0]), hc):
             compiled = _finalize_mhc_kernel.warmup(
-                *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,), **_options(facts, hc, config)
+                *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,),
+                **_options(facts, hc, config, quant),
             )  # fmt: skip
             compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
 
 
 # The mixes may be parts of one tensor, at any alignment: their pointers are not specialized either.
 @triton.jit(do_not_specialize=["R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
-                               "gate_stride", "post_stride", "comb_stride", "pre_stride", "scale", "eps"],
+                               "gate_stride", "post_stride", "comb_stride", "pre_stride", "scales_stride_t",
+                               "scales_stride_g", "scale", "eps"],
             do_not_specialize_on_alignment=["post_mix", "res_mix", "pre_mix"])  # fmt: skip
 def _finalize_mhc_kernel(
     rows, row_map, weights, shared, gate, num_valid_rows, residual, post_mix, res_mix, pre_mix, norm_weight, out,
-    residual_out, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k, gate_stride, post_stride,
-    comb_stride, pre_stride, rows_stride, shared_stride, residual_stride_t, residual_stride_s, out_stride,
-    residual_out_stride_t, residual_out_stride_s, scale, eps,
+    residual_out, values, scales, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k, gate_stride,
+    post_stride, comb_stride, pre_stride, scales_stride_t, scales_stride_g, rows_stride, shared_stride,
+    residual_stride_t, residual_stride_s, out_stride, residual_out_stride_t, residual_out_stride_s, values_stride,
+    scale, eps,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, HC: tl.constexpr, PRODUCT: tl.constexpr,
     GROUPS: tl.constexpr, SCALE: tl.constexpr, TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr,
-    PDL: tl.constexpr,
+    QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -138,3 +173,8 @@ def _finalize_mhc_kernel(
         tl.load(norm_weight + c, mask=here, other=0.0), None, here, eps, H, HC,
     )  # fmt: skip
     tl.store(out + t * out_stride + c, h, mask=here)
+    if QUANT is not None:
+        _quantize(
+            h, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, None, here, H, BLOCK,
+            QUANT,
+        )  # fmt: skip

@@ -4,6 +4,7 @@
     y         = rms_norm(y, post_norm_weight)                    where it is given (the sandwich), rounded
     residual' = residual + y                                     in fp32, rounded
     h         = rms_norm(residual', norm_weight)                 of the rounded residual', rounded
+    quant_out = quantize(h)                                      where it is given, of the rounded h
 
 The definition is `moetail.reference.finalize_norm`: the same bits from every implementation at every T.
 `reference.rms_norm` says how the mean of squares is added: in integers, so that no order shows, in any config.
@@ -21,6 +22,8 @@ import torch
 from moetail import reference
 from moetail.numerics import Numerics
 from moetail.ops import finalize as local
+from moetail.ops import quant_out as quantized
+from moetail.quantization import Quantized
 
 MAX_H = 16384
 _LEAST_EPS, _LARGEST_EPS = 1e-20, 1.0
@@ -39,6 +42,7 @@ def finalize_norm(
     zero_centred: bool = False,
     residual_out: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    quant_out: Quantized | None = None,
     shared_gate: torch.Tensor | None = None,
     routed_scale: float = 1.0,
     num_valid_rows: torch.Tensor | None = None,
@@ -53,6 +57,8 @@ def finalize_norm(
         out               [T, H]  the rows' dtype; inner stride 1, row stride >= H: where h is written. May be `shared`
         residual_out      [T, H]  the same: where residual' is written. May be `residual`; neither may overlap any other
                                   argument
+        quant_out                 a `moetail.Quantized` of [T, H], which overlaps no argument: what the next GEMM reads.
+                                  h quantized is written there too, as `reference.quantize(h, quant)`
 
     `eps` is that of both norms, 1e-20 <= eps <= 1. `zero_centred`: both weights are stored minus one (Gemma,
     Qwen3-Next). A norm is computed in fp32 and rounded once, after its weight; its result is within
@@ -73,12 +79,12 @@ def finalize_norm(
     check_constants(needed, optional)
     args = (rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics.spec, residual,
             norm_weight, eps, post_norm_weight, zero_centred)  # fmt: skip
-    if out is None and residual_out is None:
+    if out is None and residual_out is None and quant_out is None:
         return _op(*args)
     local._check_rank(rows, row_map)
     out = local._new_out(rows, row_map) if out is None else out
     residual_out = local._new_out(rows, row_map) if residual_out is None else residual_out
-    _op_out(*args, out, residual_out)
+    _op_out(*args, out, residual_out, *quantized.schema_args(quant_out))
     return out, residual_out
 
 
@@ -87,10 +93,11 @@ def _cpu_into(*args):  # noqa: ANN002, ANN202
     if local._cpu_kernel() is not None:
         from moetail.ops import finalize_norm_cpu
 
-        finalize_norm_cpu.launch(*args)
+        finalize_norm_cpu.launch(*args[:15])
+        quantized.write(args[13], *args[15:])
         return
     (rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, residual, norm_weight, eps,
-     post_norm_weight, zero_centred, out, residual_out) = args  # fmt: skip
+     post_norm_weight, zero_centred, out, residual_out) = args[:15]  # fmt: skip
     h, new = reference.finalize_norm(
         rows, row_map, weights, shared, residual=residual, norm_weight=norm_weight, eps=eps,
         post_norm_weight=post_norm_weight, zero_centred=zero_centred, shared_gate=shared_gate,
@@ -98,6 +105,7 @@ def _cpu_into(*args):  # noqa: ANN002, ANN202
     )  # fmt: skip
     out.copy_(h)
     residual_out.copy_(new)
+    quantized.write(h, *args[15:])
 
 
 def _cuda_into(*args):  # noqa: ANN002, ANN202
@@ -111,7 +119,7 @@ def _functional(into: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, 
 
     def finalize_norm(*args):  # noqa: ANN002, ANN202
         outputs = _fake(*args)
-        _write(into, *args, *outputs)
+        _write(into, *args, *outputs, None, None, None)
         return outputs
 
     return finalize_norm
@@ -138,14 +146,15 @@ def _fake(*args):  # noqa: ANN002, ANN202
     rows, row_map, *_ = args
     local._check_rank(rows, row_map)
     out, residual_out = local._new_out(rows, row_map), local._new_out(rows, row_map)
-    _check(*args, out, residual_out)
+    _check(*args, out, residual_out, None, None, None)
     return out, residual_out
 
 
 def _check(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, residual, norm_weight,  # noqa: ANN001, ANN202
-           eps, post_norm_weight, zero_centred, out, residual_out):  # fmt: skip # noqa: ANN001
+           eps, post_norm_weight, zero_centred, out, residual_out, *quant):  # fmt: skip # noqa: ANN001, ANN002
     local._check(rows, row_map, weights, shared, shared_gate, num_valid_rows, numerics, out)
     check_norm("rows", rows, row_map.shape[0], residual, norm_weight, eps, post_norm_weight, residual_out)
+    quantized.check(rows, row_map.shape[0], *quant)
 
 
 def check_norm(
@@ -195,16 +204,20 @@ def check_weights(name: str, rows: torch.Tensor, eps: float, *weights: tuple[str
 
 
 def _check_no_overlap(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, residual,  # noqa: ANN001, ANN202
-                      norm_weight, eps, post_norm_weight, zero_centred, out, residual_out):  # fmt: skip # noqa: ANN001
+                      norm_weight, eps, post_norm_weight, zero_centred, *outputs):  # fmt: skip # noqa: ANN001, ANN002
+    out, residual_out, _, values, scales = outputs
     inputs = (*local._inputs(rows, row_map, weights, shared_gate, num_valid_rows), ("norm_weight", norm_weight),
               ("post_norm_weight", post_norm_weight))  # fmt: skip
     local._check_no_overlap(out, shared, (*inputs, ("residual", residual), ("residual_out", residual_out)))
     local._check_no_overlap(residual_out, residual, (*inputs, ("shared", shared)), ("residual_out", "residual"))
+    written = (("out", out), ("residual_out", residual_out))
+    quantized.check_no_overlap(values, scales, (*inputs, *written, ("shared", shared), ("residual", residual)))
 
 
 _ARGS = f"{local._ARGS}, Tensor residual, Tensor norm_weight, float eps, Tensor? post_norm_weight, bool zero_centred"
+OUTPUTS = f"Tensor(a!) out, Tensor(b!) residual_out, {quantized.QUANT_ARGS}"
 torch.library.define("moetail::finalize_norm", f"({_ARGS}) -> (Tensor, Tensor)")
-torch.library.define("moetail::finalize_norm_out", f"({_ARGS}, Tensor(a!) out, Tensor(b!) residual_out) -> ()")
+torch.library.define("moetail::finalize_norm_out", f"({_ARGS}, {OUTPUTS}) -> ()")
 for _device, _into in (("CPU", _cpu_into), ("CUDA", _cuda_into)):
     torch.library.impl("moetail::finalize_norm", _device)(_functional(_into))
     torch.library.impl("moetail::finalize_norm_out", _device)(_out_variant(_into))

@@ -16,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from moetail import tuning
 from moetail.numerics import Numerics
-from moetail.ops.epilogue_triton import RowConfig, _residual_norm, every_config, heuristic
-from moetail.ops.finalize_triton import Facts, _finalized, has_pdl
+from moetail.ops import epilogue_triton
+from moetail.ops.epilogue_triton import RowConfig, _quantize, _residual_norm
+from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 
 # Least T, and the 16-bit elements of a row that a thread holds (8 are one 16-byte load). Few tokens need each program
 # to be fast; many need several on a multiprocessor: at H 5120 the registers of sm_90 hold one program of 32 warps (8
@@ -42,30 +44,58 @@ def launch(
     zero_centred: bool,
     out: torch.Tensor,
     residual_out: torch.Tensor,
+    quant: str | None = None,
+    values: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     config: RowConfig | None = None,
 ) -> None:
-    """Write `out` and `residual_out`. The arguments are checked, `numerics` is concrete, T >= 1.
+    """Write `out` and `residual_out`; `values`, as bytes, and `scales` where `quant` names a format. The arguments are
+    checked, `numerics` is concrete, T >= 1.
 
     The first call of a kind compiles and loads every config that another T could ask for.
     """
     (T, K), (R, H) = row_map.shape, rows.shape
     facts = Facts.of(K, H, numerics, routed_scale, has_pdl(rows.device))
     strides = _Strides(rows.stride(0), 0 if shared is None else shared.stride(0), residual.stride(0), out.stride(0),
-                       residual_out.stride(0))  # fmt: skip
+                       residual_out.stride(0), 0 if values is None else values.stride(0))  # fmt: skip
     tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, residual, norm_weight, post_norm_weight,
-               out, residual_out)  # fmt: skip
+               out, residual_out, values, scales)  # fmt: skip
     if config is None:
-        config = heuristic(ELEMENTS_A_THREAD, T, H, rows.element_size())
+        config = config_for(rows.device, T, K, H, rows.dtype)
         if rows.device.type == "cuda":
-            _compile(rows.device, tuple(None if t is None else t.dtype for t in tensors), strides, facts, zero_centred)
+            dtypes = tuple(None if t is None else t.dtype for t in tensors)
+            _compile(rows.device, dtypes, strides, facts, zero_centred, quant)
     weights_strides = (0, 0) if weights is None else weights.stride()
     gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
+    scales_strides = (0, 0) if scales is None else scales.stride()
     # Triton launches on the current device's stream, whatever device the tensors are on.
     with torch.cuda.device(rows.device) if rows.device.type == "cuda" else contextlib.nullcontext():
         _finalize_norm_kernel[(T,)](
-            *tensors, R, *row_map.stride(), *weights_strides, gate_stride, *vars(strides).values(),
-            float(routed_scale), float(eps), **_options(facts, zero_centred, config),
+            *tensors, R, *row_map.stride(), *weights_strides, gate_stride, *scales_strides, *vars(strides).values(),
+            float(routed_scale), float(eps), **_options(facts, zero_centred, config, quant),
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)
+def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype) -> RowConfig:
+    """The tuned config where this GPU has one for T, the heuristic's otherwise."""
+    tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash(), T)
+    return epilogue_triton.heuristic(ELEMENTS_A_THREAD, T, H, dtype.itemsize) if tuned is None else tuned
+
+
+def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuple[RowConfig, ...]:
+    """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
+    tuned = tuning.every_tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash())
+    return tuple(dict.fromkeys((*epilogue_triton.every_config(ELEMENTS_A_THREAD, H, dtype.itemsize), *tuned)))
+
+
+def tuned_shape(K: int, H: int, dtype: torch.dtype) -> tuning.Shape:
+    return tuning.Shape("finalize_norm", (("K", K), ("H", H)), str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def kernel_hash() -> str:
+    return tuning.source_hash(_finalize_norm_kernel, *epilogue_triton.EPILOGUES, *FINALIZED)
 
 
 @dataclass(frozen=True)
@@ -77,39 +107,43 @@ class _Strides:
     residual: int
     out: int
     residual_out: int
+    values: int
 
 
-def _options(facts: Facts, zero_centred: bool, config: RowConfig) -> dict[str, Any]:
+def _options(facts: Facts, zero_centred: bool, config: RowConfig, quant: str | None = None) -> dict[str, Any]:
     return vars(facts) | {
-        "BLOCK": triton.next_power_of_2(facts.H), "ZERO_CENTRED": zero_centred, "num_warps": config.warps,
-        "enable_fp_fusion": False, "launch_pdl": facts.PDL,
+        "BLOCK": triton.next_power_of_2(facts.H), "ZERO_CENTRED": zero_centred, "QUANT": quant,
+        "num_warps": config.warps, "maxnreg": config.registers or None, "enable_fp_fusion": False,
+        "launch_pdl": facts.PDL,
     }  # fmt: skip
 
 
 @functools.cache
 def _compile(
-    device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: _Strides, facts: Facts, zero_centred: bool
-) -> None:
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: _Strides, facts: Facts, zero_centred: bool,
+    quant: str | None,
+) -> None:  # fmt: skip
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
-    unspecialized = (2,) * 6  # R and five strides
+    unspecialized = (2,) * 8  # R and seven strides
     with torch.cuda.device(device):
-        for config in every_config(ELEMENTS_A_THREAD, facts.H, cast(torch.dtype, dtypes[0]).itemsize):
+        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0])):
             compiled = _finalize_norm_kernel.warmup(
                 *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,),
-                **_options(facts, zero_centred, config),
+                **_options(facts, zero_centred, config, quant),
             )  # fmt: skip
             compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
 
 
 @triton.jit(do_not_specialize=["R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
-                               "gate_stride", "scale", "eps"])  # fmt: skip
+                               "gate_stride", "scales_stride_t", "scales_stride_g", "scale", "eps"])  # fmt: skip
 def _finalize_norm_kernel(
-    rows, row_map, weights, shared, gate, num_valid_rows, residual, norm_weight, post_norm_weight, out, residual_out, R,
-    map_stride_t, map_stride_k, weights_stride_t, weights_stride_k, gate_stride, rows_stride, shared_stride,
-    residual_stride, out_stride, residual_out_stride, scale, eps,
+    rows, row_map, weights, shared, gate, num_valid_rows, residual, norm_weight, post_norm_weight, out, residual_out,
+    values, scales, R, map_stride_t, map_stride_k, weights_stride_t, weights_stride_k, gate_stride, scales_stride_t,
+    scales_stride_g, rows_stride, shared_stride, residual_stride, out_stride, residual_out_stride, values_stride, scale,
+    eps,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr,
     SCALE: tl.constexpr, TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, ZERO_CENTRED: tl.constexpr,
-    PDL: tl.constexpr,
+    QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -134,3 +168,8 @@ def _finalize_norm_kernel(
     h, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED)
     tl.store(residual_out + t * residual_out_stride + c, new, mask=here)
     tl.store(out + t * out_stride + c, h, mask=here)
+    if QUANT is not None:
+        _quantize(
+            h, values + t * values_stride + c, scales + t * scales_stride_t, scales_stride_g, None, here, H, BLOCK,
+            QUANT,
+        )  # fmt: skip

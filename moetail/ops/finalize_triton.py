@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -63,28 +62,25 @@ def heuristic(T: int, H: int, element_size: int) -> FinalizeConfig:
 @functools.lru_cache(maxsize=8192)
 def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype) -> FinalizeConfig:
     """The tuned config where this GPU has one for T, the heuristic's otherwise."""
-    tuned = tuning.lookup(tuning_key(device, K, H, dtype), T).config if device.type == "cuda" else None
-    return heuristic(T, H, dtype.itemsize) if tuned is None else _from_table(tuned)
-
-
-def _from_table(config: tuple[tuple[str, int], ...]) -> FinalizeConfig:
-    fields = dict(config)
-    return FinalizeConfig(fields["block"], fields["warps"], bool(fields["columns_first"]))
+    tuned = tuning.tuned(FinalizeConfig, device, tuned_shape(K, H, dtype), kernel_hash(), T)
+    return heuristic(T, H, dtype.itemsize) if tuned is None else tuned
 
 
 def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuple[FinalizeConfig, ...]:
     """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
-    tuned = (_from_table(b.config) for b in tuning.buckets(tuning_key(device, K, H, dtype)))
+    tuned = tuning.every_tuned(FinalizeConfig, device, tuned_shape(K, H, dtype), kernel_hash())
     guessed = (_fitted(config, H, dtype.itemsize) for _, config in _CONFIGS)
     return tuple(dict.fromkeys((*guessed, *tuned)))
 
 
+def tuned_shape(K: int, H: int, dtype: torch.dtype) -> tuning.Shape:
+    return tuning.Shape("finalize", (("K", K), ("H", H)), str(dtype).removeprefix("torch."))
+
+
 @functools.cache
-def tuning_key(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuning.Key:
-    kernels = (_finalize_kernel, _finalized, _routed_sum, _to, _round, _fma, _sigmoid)
-    source = tuning.source_hash(*(inspect.getsource(kernel.fn) for kernel in kernels))
-    gpu = torch.cuda.get_device_name(device)
-    return tuning.Key("finalize", gpu, K, H, str(dtype).removeprefix("torch."), source, triton.__version__)
+def kernel_hash() -> str:
+    """A hash of all the text that decides how fast a config is."""
+    return tuning.source_hash(_finalize_kernel, *FINALIZED)
 
 
 def _fitted(config: FinalizeConfig, H: int, element_size: int) -> FinalizeConfig:
@@ -326,3 +322,7 @@ def _sigmoid(x):
     else:
         e = libdevice.exp(-x)
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + e)
+
+
+# What `_finalized` is made of, for the hash of every kernel that finalizes.
+FINALIZED = (_finalized, _routed_sum, _to, _round, _fma, _sigmoid)

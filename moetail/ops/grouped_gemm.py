@@ -35,6 +35,17 @@ def block_for(T: int, K: int, E: int) -> int:
     return next((block for block in BLOCKS if 3 * slots <= 2 * block * E), BLOCKS[-1])
 
 
+def block_ranges(K: int, E: int, max_T: int) -> tuple[tuple[int, int, int], ...]:
+    """(block, min_T, max_T) for every block that `block_for` gives calls of 1 to max_T tokens."""
+    ranges, first = [], 1
+    for block in BLOCKS:
+        last = max_T if block == BLOCKS[-1] else min(2 * block * E // (3 * K), max_T)
+        if first <= last:
+            ranges.append((block, first, last))
+            first = last + 1
+    return tuple(ranges)
+
+
 def grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -74,7 +85,8 @@ def grouped_gemm(
     if weight.dim() == 3 and weight.shape[0] != E:
         raise ValueError(f"weight must have the permutation's E={E} experts, got shape {tuple(weight.shape)}")
     return _op(
-        x, weight, bias, permutation.source, permutation.block_expert, K, permutation.block, gather, activation, limit
+        x, weight, bias, permutation.source, permutation.block_expert, T, K, permutation.block, gather, activation,
+        limit,
     )  # fmt: skip
 
 
@@ -83,12 +95,12 @@ def _new(x: torch.Tensor, weight: torch.Tensor, source: torch.Tensor, activation
     return x.new_empty(source.shape[0], N if activation is None else N // 2)
 
 
-def _cpu(x, weight, bias, source, block_expert, K, block, gather, activation, limit):  # noqa: ANN001, ANN202
+def _cpu(x, weight, bias, source, block_expert, T, K, block, gather, activation, limit):  # noqa: ANN001, ANN202
     _check(x, weight, bias, source, block_expert, block, gather, activation, limit)
     return reference.gemm_rows(x, weight, bias, source, block_expert, K, block, gather, activation, limit)
 
 
-def _cuda(x, weight, bias, source, block_expert, K, block, gather, activation, limit):  # noqa: ANN001, ANN202
+def _cuda(x, weight, bias, source, block_expert, T, K, block, gather, activation, limit):  # noqa: ANN001, ANN202
     _check(x, weight, bias, source, block_expert, block, gather, activation, limit)
     if block not in BLOCKS:
         raise ValueError(f"permutation must have block 16, 64 or 128 on CUDA, got block {block}")
@@ -96,11 +108,11 @@ def _cuda(x, weight, bias, source, block_expert, K, block, gather, activation, l
     if source.shape[0] > 0:
         from moetail.ops import grouped_gemm_triton
 
-        grouped_gemm_triton.launch(x, weight, bias, source, block_expert, K, block, gather, activation, limit, out)
+        grouped_gemm_triton.launch(x, weight, bias, source, block_expert, T, K, block, gather, activation, limit, out)
     return out
 
 
-def _fake(x, weight, bias, source, block_expert, K, block, gather, activation, limit):  # noqa: ANN001, ANN202
+def _fake(x, weight, bias, source, block_expert, T, K, block, gather, activation, limit):  # noqa: ANN001, ANN202
     _check(x, weight, bias, source, block_expert, block, gather, activation, limit)
     return _new(x, weight, source, activation)
 
@@ -158,8 +170,8 @@ def _check(
 
 torch.library.define(
     "moetail::grouped_gemm",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor source, Tensor block_expert, int K, int block, bool gather, "
-    "str? activation, float? limit) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor source, Tensor block_expert, SymInt T, int K, int block, "
+    "bool gather, str? activation, float? limit) -> Tensor",
 )
 torch.library.impl("moetail::grouped_gemm", "CPU")(_cpu)
 torch.library.impl("moetail::grouped_gemm", "CUDA")(_cuda)

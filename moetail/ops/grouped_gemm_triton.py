@@ -5,9 +5,11 @@ of them the gate's, half up's). Programs of a block that is past the end stop at
 Small blocks make the weight the left operand: wgmma takes 64 rows on the left and as few as 8 on the right, so that
 16 tokens do not pay for 64.
 
-Bits: every config walks Kd in steps of BLOCK_K = 64 into one fp32 accumulator, never split, and a row of a matrix
-product does not depend on its neighbours. So a config changes time, and a row has the same bits alone and in any batch
-(the tensor cores' order inside a step is one instruction's, wgmma with k = 16, whichever side the weight is on).
+Bits: every config walks Kd in rising order into one fp32 accumulator, never split, and a row of a matrix product does
+not depend on its neighbours. The tensor cores add 16 products at a time (wgmma, k = 16, whichever side the weight is
+on), one instruction behind the other, so that how many of them a step of the loop holds is no part of the order. So a
+config changes time, and a row has the same bits alone and in any batch. What the hardware does inside an instruction
+is not documented: `moetail tune` compares each candidate's bits on the GPU and keeps none that differs.
 Programmatic dependent launch: as `finalize_triton`.
 """
 
@@ -16,24 +18,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from moetail import tuning
 from moetail.ops.finalize_triton import _to, has_pdl
 
 _INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-BLOCK_K = 64  # 128 bytes of a row: one swizzled line of shared memory
+_SHARED_BYTES = 227 * 1024  # of one program on sm_90
 
 
 @dataclass(frozen=True)
 class GemmConfig:
     """A program's rows (the permutation's block) and rows of weight, its warps, its loads in flight, whether the weight
-    is the left operand, and how many blocks of rows run through the columns together, so that they share the weight
-    and their rows in the L2 cache. A config changes time, never bits."""
+    is the left operand, how many blocks of rows run through the columns together, so that they share the weight and
+    their rows in the L2 cache, and how much of a row one step reads: 64 are 128 bytes, one swizzled line of shared
+    memory; 128 are two, for fewer and longer reads of DRAM. A config changes time, never bits."""
 
     block: int
     columns: int
@@ -41,6 +45,12 @@ class GemmConfig:
     stages: int
     weight_left: bool
     group: int
+    block_k: int = 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """What its loads in flight take."""
+        return (self.block + self.columns) * self.block_k * 2 * self.stages
 
 
 # One a block; the others are what a probe measures them against.
@@ -49,17 +59,41 @@ CONFIGS = {
     64: GemmConfig(64, 128, 4, 4, weight_left=False, group=8),
     128: GemmConfig(128, 256, 8, 4, weight_left=False, group=8),
 }
+# What the tuner tries. Left operands of whole 64 rows and whole groups of four warps: else it would not be wgmma, whose
+# order the bits are. At most 128 accumulators a thread, which do not spill.
 CANDIDATES = (
     *CONFIGS.values(),
-    GemmConfig(16, 64, 4, 10, weight_left=True, group=1),
-    GemmConfig(16, 128, 4, 5, weight_left=True, group=1),
-    GemmConfig(16, 128, 8, 8, weight_left=True, group=1),
-    GemmConfig(64, 128, 4, 4, weight_left=True, group=8),
-    GemmConfig(64, 256, 8, 4, weight_left=False, group=8),
-    GemmConfig(128, 128, 8, 3, weight_left=False, group=8),
-    GemmConfig(128, 128, 4, 4, weight_left=False, group=8),
-    GemmConfig(128, 256, 8, 4, weight_left=False, group=1),
+    # Decode streams weights: 60 to 200 KiB of them in flight a multiprocessor, in one to five programs.
+    *(GemmConfig(16, 64, 4, stages, True, 1) for stages in (4, 10)),
+    *(GemmConfig(16, 64, 4, stages, True, 1, 128) for stages in (3, 5)),
+    *(GemmConfig(16, 128, 4, stages, True, 1) for stages in (4, 6)),
+    *(GemmConfig(16, 128, 4, stages, True, 1, 128) for stages in (3, 6)),
+    GemmConfig(16, 128, 8, 6, True, 1),
+    GemmConfig(16, 256, 8, 3, True, 1),
+    GemmConfig(16, 64, 4, 6, True, 8),
+    # Between: most experts are one block.
+    GemmConfig(64, 128, 4, 3, False, 8),
+    GemmConfig(64, 128, 4, 3, True, 8),
+    GemmConfig(64, 128, 4, 4, True, 8),
+    GemmConfig(64, 128, 4, 4, True, 1),
+    GemmConfig(64, 128, 4, 3, True, 8, 128),
+    GemmConfig(64, 256, 8, 4, False, 8),
+    GemmConfig(64, 256, 8, 4, True, 8),
+    # Prefill: two programs a multiprocessor of 128 columns, where one's epilogue hides behind the other's loop, or one
+    # of 256, which reads a quarter less from the L2 cache.
+    GemmConfig(128, 128, 8, 3, False, 8),
+    GemmConfig(128, 128, 4, 3, False, 8),
+    GemmConfig(128, 128, 4, 4, False, 8),
+    GemmConfig(128, 256, 8, 3, False, 8),
+    GemmConfig(128, 256, 8, 4, True, 8),
+    GemmConfig(128, 256, 8, 4, False, 1),
+    GemmConfig(128, 256, 8, 4, False, 16),
 )
+
+
+def candidates(block: int) -> tuple[GemmConfig, ...]:
+    """The heuristic's first."""
+    return tuple(config for config in CANDIDATES if config.block == block and config.shared_bytes <= _SHARED_BYTES)
 
 
 def launch(
@@ -68,6 +102,7 @@ def launch(
     bias: torch.Tensor | None,
     source: torch.Tensor,
     block_expert: torch.Tensor,
+    T: int,
     K: int,
     block: int,
     gather: bool,
@@ -80,14 +115,15 @@ def launch(
 
     The first call of a kind compiles and loads every config that another T could ask for.
     """
-    device, (_, N, Kd) = x.device, weight.shape
+    device, (E, N, Kd) = x.device, weight.shape
     facts = Facts(N, Kd, K, gather, activation is not None, limit is not None, has_pdl(device))
     x_stride = x.stride(0) if x.shape[0] > 1 else max(x.stride(0), Kd)  # one row has none of its own
     strides = (x_stride, *weight.stride(), 0 if bias is None else bias.stride(0))
     if config is None:
-        config = CONFIGS[block]
+        shape = tuned_shape(E, K, N, Kd, block, gather, activation is not None, weight.stride(2) != 1)
+        config = tuning.tuned(GemmConfig, device, shape, kernel_hash(), T) or CONFIGS[block]
         if device.type == "cuda":
-            _compile(device, None if bias is None else bias.dtype, strides, facts)
+            _compile(device, None if bias is None else bias.dtype, strides, facts, shape)
     row_blocks = source.shape[0] // block
     # Triton launches on the current device's stream, whatever device the tensors are on.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -114,24 +150,48 @@ class Facts:
 
     def options(self, config: GemmConfig) -> dict[str, Any]:
         return vars(self) | {
-            "BLOCK": config.block, "COLUMNS": config.columns, "BLOCK_K": BLOCK_K, "WEIGHT_LEFT": config.weight_left,
-            "GROUP": config.group, "num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False,
-            "launch_pdl": self.PDL,
+            "BLOCK": config.block, "COLUMNS": config.columns, "BLOCK_K": config.block_k,
+            "WEIGHT_LEFT": config.weight_left, "GROUP": config.group, "num_warps": config.warps,
+            "num_stages": config.stages, "enable_fp_fusion": False, "launch_pdl": self.PDL,
         }  # fmt: skip
 
 
 @functools.cache
+def tuned_shape(
+    E: int, K: int, N: int, Kd: int, block: int, gather: bool, swiglu: bool, transposed: bool = False
+) -> tuning.Shape:
+    """`transposed`: the weight has stride 1 in N. Bias and limit are not in it: they cost nothing that shows."""
+    dims = {"E": E, "K": K, "N": N, "Kd": Kd, "block": block, "gather": int(gather), "swiglu": int(swiglu)}
+    return tuning.Shape("grouped_gemm", tuple((dims | {"transposed": int(transposed)}).items()))
+
+
+@functools.cache
+def kernel_hash() -> str:
+    return tuning.source_hash(_dot, _grouped_gemm_kernel, _silu, _to)
+
+
+@functools.cache
 def _compile(
-    device: torch.device, bias_dtype: torch.dtype | None, strides: tuple[int, ...], facts: Facts
-) -> None:  # fmt: skip
-    """Compile and load every block's config (for memory aligned to 16 bytes)."""
+    device: torch.device, bias_dtype: torch.dtype | None, strides: tuple[int, ...], facts: Facts, shape: tuning.Shape
+) -> None:
+    """Compile and load what any block and any T could ask for."""
+    for block in CONFIGS:
+        other = replace(shape, dims=tuple((name, block if name == "block" else n) for name, n in shape.dims))
+        tuned = tuning.every_tuned(GemmConfig, device, other, kernel_hash())
+        for config in dict.fromkeys((CONFIGS[block], *tuned)):
+            compile_one(device, bias_dtype, strides, facts, config)
+
+
+def compile_one(
+    device: torch.device, bias_dtype: torch.dtype | None, strides: tuple[int, ...], facts: Facts, config: GemmConfig
+) -> None:
+    """Compile and load one config for memory aligned to 16 bytes."""
     bf16, i32 = torch.bfloat16, torch.int32
     with torch.cuda.device(device):
-        for config in CONFIGS.values():
-            compiled = _grouped_gemm_kernel.warmup(
-                bf16, bf16, bias_dtype, i32, i32, bf16, *strides, 2.0, 2, grid=(1,), **facts.options(config)
-            )
-            compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
+        compiled = _grouped_gemm_kernel.warmup(
+            bf16, bf16, bias_dtype, i32, i32, bf16, *strides, 2.0, 2, grid=(1,), **facts.options(config)
+        )
+        compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
 
 
 @triton.jit(do_not_specialize=["limit", "row_blocks", "bias_stride"])
@@ -183,12 +243,10 @@ def _grouped_gemm_kernel(
             w_tile = tl.load(w_at)
         else:
             w_tile = tl.load(w_at, mask=w_here, other=0.0)
-        if _INTERPRET:  # which multiplies the bit patterns of bf16
-            x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
         if WEIGHT_LEFT:
-            acc = tl.dot(w_tile, tl.trans(x_tile), acc)
+            acc = _dot(w_tile, x_tile, acc)
         else:
-            acc = tl.dot(x_tile, tl.trans(w_tile), acc)
+            acc = _dot(x_tile, w_tile, acc)
         x_at += BLOCK_K
         w_at += BLOCK_K * weight_stride_k
     y = tl.trans(acc) if WEIGHT_LEFT else acc
@@ -203,6 +261,28 @@ def _grouped_gemm_kernel(
         n = tile * HALF + tl.arange(0, HALF)
     at = out + r.to(tl.int64)[:, None] * N_OUT + n[None, :]
     tl.store(at, _to(y, out.dtype.element_ty), mask=live[:, None] & (n < N_OUT)[None, :])
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """acc + a [M, k] @ b [N, k].T, its products added in rising k."""
+    if _INTERPRET:  # which multiplies the bit patterns of bf16, and adds a whole step before it adds it to acc
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        for first in tl.static_range(0, a.shape[1], 64):
+            acc = tl.dot(_columns(a, first), tl.trans(_columns(b, first)), acc)
+        return acc
+    else:
+        return tl.dot(a, tl.trans(b), acc)
+
+
+@triton.jit
+def _columns(a, first: tl.constexpr):
+    """Columns first to first + 63 of a, which has 64 or 128."""
+    if a.shape[1] == 64:
+        return a
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(a, [a.shape[0], 2, 64]), [0, 2, 1]))
+        return low if first == 0 else high
 
 
 @triton.jit

@@ -12,25 +12,40 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from moetail import tuning
 from moetail.ops.finalize_triton import has_pdl
+from moetail.ops.grouped_gemm import BLOCKS
 
 CHUNK = 128  # slots, one a thread: all pairs are 128 comparisons a thread
-ONE_LAUNCH = 4  # chunks that one program takes alone
-MAX_PROGRAMS = 128  # each adds up the counts of all: E=384 reads 192 KiB from the L2 cache
 
 
-def programs(slots: int) -> tuple[int, int]:
+@dataclass(frozen=True)
+class PermuteConfig:
+    """How many chunks one program takes alone, and how many programs there are at most (each adds up the counts of all:
+    128 at E=384 read 192 KiB from the L2 cache). It changes time, never the order."""
+
+    one_launch: int
+    programs: int
+
+
+HEURISTIC = PermuteConfig(4, 128)
+CANDIDATES = (HEURISTIC, *(PermuteConfig(a, p) for a in (1, 2, 8, 16) for p in (128,)), PermuteConfig(4, 64),
+              PermuteConfig(4, 256))  # fmt: skip
+
+
+def programs(slots: int, config: PermuteConfig = HEURISTIC) -> tuple[int, int]:
     """How many programs, and how many chunks each."""
     chunks = triton.cdiv(slots, CHUNK)
-    if chunks <= ONE_LAUNCH:
+    if chunks <= config.one_launch:
         return 1, chunks
-    each = triton.cdiv(chunks, MAX_PROGRAMS)
+    each = triton.cdiv(chunks, config.programs)
     return triton.cdiv(chunks, each), each
 
 
@@ -45,17 +60,22 @@ def launch(
     counts: torch.Tensor,
     offsets: torch.Tensor,
     num_rows: torch.Tensor,
+    config: PermuteConfig | None = None,
 ) -> None:
     """Write the outputs, all contiguous. The arguments are checked, T >= 1.
 
     The first call of a kind compiles and loads every kernel that another T could ask for.
     """
     (T, K), device = topk_ids.shape, topk_ids.device
-    count, each = programs(T * K)
+    if config is None:
+        shape = tuned_shape(num_experts, K, block)
+        config = tuning.tuned(PermuteConfig, device, shape, kernel_hash(), T) or HEURISTIC
+    count, each = programs(T * K, config)
     facts = options(num_experts, K, block, has_pdl(device))
     map_dtype = None if expert_map is None else expert_map.dtype
     if device.type == "cuda":
-        _compile(device, topk_ids.dtype, map_dtype, num_experts, K, block)
+        blocks = BLOCKS if block in BLOCKS else (block,)  # one T's block is another's at another T
+        _compile(device, topk_ids.dtype, map_dtype, num_experts, K, blocks)
     mapped = 0 if expert_map is None else expert_map.numel()
     ids = (topk_ids, *topk_ids.stride(), expert_map, mapped, T * K, each)
     # Triton launches on the current device's stream, whatever device the tensors are on.
@@ -69,6 +89,16 @@ def launch(
         )  # fmt: skip
 
 
+@functools.cache
+def tuned_shape(num_experts: int, K: int, block: int) -> tuning.Shape:
+    return tuning.Shape("permute", (("E", num_experts), ("K", K), ("block", block)), "int32")
+
+
+@functools.cache
+def kernel_hash() -> str:
+    return tuning.source_hash(_count_kernel, _place_kernel, _count, _experts, programs)
+
+
 def options(num_experts: int, K: int, block: int, pdl: bool) -> dict[str, Any]:
     """The compile-time arguments of the kernels, and the launch's."""
     return {
@@ -79,19 +109,21 @@ def options(num_experts: int, K: int, block: int, pdl: bool) -> dict[str, Any]:
 
 @functools.cache
 def _compile(
-    device: torch.device, ids_dtype: torch.dtype, map_dtype: torch.dtype | None, num_experts: int, K: int, block: int
-) -> None:
+    device: torch.device, ids_dtype: torch.dtype, map_dtype: torch.dtype | None, num_experts: int, K: int,
+    blocks: tuple[int, ...],
+) -> None:  # fmt: skip
     """Compile and load all kernels for tensors of these dtypes (their memory aligned to 16 bytes)."""
-    facts = options(num_experts, K, block, has_pdl(device))
     ids = (ids_dtype, 2, 2, map_dtype, 2, 2, 2)
     i32 = torch.int32
+    every = [options(num_experts, K, block, has_pdl(device)) for block in blocks]
     with torch.cuda.device(device):
         kernels = [
             _place_kernel.warmup(*ids, i32, i32, i32, i32, i32, i32, i32, 2, 2, grid=(1,), ALONE=alone, **facts)
             for alone in (True, False)
+            for facts in every
         ]
         kernels.append(
-            _count_kernel.warmup(*ids, i32, grid=(1,), **{k: v for k, v in facts.items() if k != "BLOCK"})
+            _count_kernel.warmup(*ids, i32, grid=(1,), **{k: v for k, v in every[0].items() if k != "BLOCK"})
         )  # fmt: skip
         for kernel in kernels:
             kernel[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured

@@ -1,8 +1,8 @@
 """route on a CUDA GPU: one Triton kernel from logits to experts and weights.
 
-A program of one warp owns one token. The choices are mapped to integers of the same order, so that an argmax is a
-maximum and then a minimum over ids (two warp-wide `redux`; no float compare sees a NaN), once a slot. The scores of the
-chosen experts are computed again from their logits: the same function, the same bits.
+A program, of one warp unless tuned otherwise, owns one token. The choices are mapped to integers of the same order, so
+that an argmax is a maximum and then a minimum over ids (two warp-wide `redux`; no float compare sees a NaN), once a
+slot. The scores of the chosen experts are computed again from their logits: the same function, the same bits.
 
 Bits are torch's on the same GPU: libdevice's exp and log1p, correctly rounded division and square root, and its
 orders of addition. Its softmax (dim <= 1024) adds 32 lanes' partial sums, lane i of experts i, i+32, ..., and its sum
@@ -13,13 +13,16 @@ over K <= 32 slots one value a lane; both then fold the upper half onto the lowe
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from moetail import tuning
 from moetail.ops.finalize_triton import _sigmoid, has_pdl
 from moetail.routing import Router
 
@@ -28,25 +31,75 @@ _MASKED = tl.constexpr(-0x7F800001)  # the key of -inf
 _DEAD = tl.constexpr(-0x80000000)  # below the key of every number: not an expert, or taken
 
 
+@dataclass(frozen=True)
+class RouteConfig:
+    """Warps of a program, which owns a token. A config changes time, never bits: `_fold` fixes the orders."""
+
+    warps: int
+
+
+HEURISTIC = RouteConfig(1)  # two warp-wide `redux` a slot, and no barrier
+CANDIDATES = (HEURISTIC, RouteConfig(2), RouteConfig(4))
+
+
 def launch(
     logits: torch.Tensor,
     correction_bias: torch.Tensor | None,
     router: Router,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    config: RouteConfig | None = None,
 ) -> None:
-    """Write weights and ids, both contiguous. The arguments are checked, T >= 1. Nothing that T chooses is compiled."""
+    """Write weights and ids, both contiguous. The arguments are checked, T >= 1.
+
+    The first call of a kind compiles and loads every config that another T could ask for.
+    """
     T, E = logits.shape
     stride = logits.stride(0) if T > 1 else max(logits.stride(0), E)  # one row has none of its own
+    if config is None:
+        shape = tuned_shape(E, router, logits.dtype)
+        config = tuning.tuned(RouteConfig, logits.device, shape, kernel_hash(), T) or HEURISTIC
+        if logits.device.type == "cuda":
+            bias_dtype = None if correction_bias is None else correction_bias.dtype
+            _compile(logits.device, logits.dtype, bias_dtype, stride, E, router)
     # Triton launches on the current device's stream, whatever device the tensors are on.
     with torch.cuda.device(logits.device) if logits.device.type == "cuda" else contextlib.nullcontext():
         _route_kernel[(T,)](
             logits, correction_bias, weights, ids, stride, float(router.routed_scale),
-            **options(E, router, has_pdl(logits.device)),
+            **options(E, router, has_pdl(logits.device), config),
         )  # fmt: skip
 
 
-def options(E: int, router: Router, pdl: bool) -> dict[str, object]:
+@functools.cache
+def tuned_shape(E: int, router: Router, dtype: torch.dtype) -> tuning.Shape:
+    limited = router.top_groups < router.num_groups
+    groups = (("groups", router.num_groups), ("top_groups", router.top_groups)) if limited else ()
+    dims = (("E", E), ("K", router.top_k), ("score", router.score), *groups)
+    return tuning.Shape("route", dims, str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def kernel_hash() -> str:
+    helpers = (_score, _best_groups, _exp_sum, _fold, _key, _unkey, _exp, _log1p_exp, _sigmoid)
+    return tuning.source_hash(_route_kernel, *helpers)
+
+
+@functools.cache
+def _compile(
+    device: torch.device, dtype: torch.dtype, bias_dtype: torch.dtype | None, stride: int, E: int, router: Router
+) -> None:
+    """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
+    tuned = tuning.every_tuned(RouteConfig, device, tuned_shape(E, router, dtype), kernel_hash())
+    with torch.cuda.device(device):
+        for config in dict.fromkeys((HEURISTIC, *tuned)):
+            compiled = _route_kernel.warmup(
+                dtype, bias_dtype, torch.float32, torch.int32, stride, 2.0, grid=(1,),
+                **options(E, router, has_pdl(device), config),
+            )  # fmt: skip
+            compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
+
+
+def options(E: int, router: Router, pdl: bool, config: RouteConfig = HEURISTIC) -> dict[str, object]:
     """The compile-time arguments of the kernel, and the launch's."""
     limited = router.top_groups < router.num_groups
     groups = router.num_groups if limited else 1
@@ -54,7 +107,8 @@ def options(E: int, router: Router, pdl: bool) -> dict[str, object]:
         "E": E, "K": router.top_k, "SCORE": router.score, "RENORMALIZE": router.renormalize,
         "GROUPS": groups, "TOP_GROUPS": router.top_groups if limited else 1, "PDL": pdl,
         "SP": triton.next_power_of_2(E // groups), "GP": triton.next_power_of_2(groups),
-        "KP": triton.next_power_of_2(router.top_k), "num_warps": 1, "enable_fp_fusion": False, "launch_pdl": pdl,
+        "KP": triton.next_power_of_2(router.top_k), "num_warps": config.warps, "enable_fp_fusion": False,
+        "launch_pdl": pdl,
     }  # fmt: skip
 
 
