@@ -2,13 +2,14 @@
 ranks are processes that share memory. On a GPU: test_two_shot_triton.py."""
 
 import contextlib
+import dataclasses
 
 import machine_code
 import pytest
 import torch
 from ranks import Ranks
 
-from moetail import Numerics, reference, tuning
+from moetail import Numerics, Quant, reference, tuning
 from moetail.comm import workspace as words
 from moetail.comm.memory import Layout, cleared
 from moetail.comm.workspace import Fault, FaultKind, Kind
@@ -141,10 +142,15 @@ def interpreted(group, folder, H, calls, programs, config):
         everyone = [call_arguments(r, T, H, number) for r in range(W)]
         partials = [reference.finalize(**arguments) for arguments in everyone]
         want, epilogue, follows = reference.all_reduce(partials), one_shot.Epilogue(), {}
-        if op in ("norm", "mhc"):
-            follows = {"norm": norm_arguments, "mhc": mhc_arguments}[op](T, H)
-            want, new = getattr(reference, f"all_reduce_{op}")(partials, **follows)
-            epilogue = one_shot.Epilogue(op, residual_out=torch.empty_like(new), **follows)
+        if op in ("norm", "mhc", "fp8"):
+            name = "mhc" if op == "mhc" else "norm"
+            follows = {"norm": norm_arguments, "mhc": mhc_arguments}[name](T, H)
+            want, new = getattr(reference, f"all_reduce_{name}")(partials, **follows)
+            epilogue = one_shot.Epilogue(name, residual_out=torch.empty_like(new), **follows)
+        if op == "fp8":  # h is quantized too
+            quant = Quant.FP8_GROUP128
+            values, scales = torch.zeros(T, H, dtype=torch.uint8), torch.zeros(T, H // 128)
+            epilogue = dataclasses.replace(epilogue, quant=quant.name, values=values, scales=scales)
         out = torch.full((T // W if op == "scatter" else T, H), 7.0, dtype=BF16)
         if op == "x":
             one_shot.launch_all_reduce(partials[rank], control, place, out)
@@ -159,6 +165,10 @@ def interpreted(group, folder, H, calls, programs, config):
         assert_same_bits(out, want)
         if follows:
             assert_same_bits(epilogue.residual_out, new)
+        if op == "fp8":
+            wanted_values, wanted_scales = reference.quantize(want, quant)
+            assert_same_bits(values, wanted_values.view(torch.uint8))
+            assert_same_bits(scales, wanted_scales)
     return True
 
 
@@ -204,6 +214,7 @@ CALLS = {
     "two-ranks-tiles": (2, 40, 1, (4, 64, 2), (("none", 23), ("scatter", 10), ("scatter", 24), ("scatter", 6))),
     "three-ranks": (3, 40, 1, (2, 32, 1), (("none", 20), ("scatter", 9), ("scatter", 0), ("x", 22), ("none", 2))),
     "four-ranks-norm": (4, 33, 1, (1, 0, 1), (("norm", 17), ("norm", 8), ("none", 24))),
+    "two-ranks-fp8": (2, 128, 1, (2, 0, 1), (("fp8", 7), ("norm", 4))),
     "two-ranks-mhc": (2, 33, 2, (1, 0, 1), (("mhc", 9), ("norm", 7), ("mhc", 4))),
 }
 
