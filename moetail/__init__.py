@@ -7,6 +7,7 @@ from moetail.comm.all_reduce_norm import all_reduce_norm
 from moetail.comm.finalize_all_reduce import finalize_all_reduce
 from moetail.comm.finalize_all_reduce_mhc import finalize_all_reduce_mhc
 from moetail.comm.finalize_all_reduce_norm import finalize_all_reduce_norm
+from moetail.comm.finalize_reduce_scatter import finalize_reduce_scatter
 from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
 from moetail.experts import GroupedMMExperts, TritonExperts
@@ -49,6 +50,7 @@ __all__ = [
     "finalize_all_reduce_norm",
     "finalize_mhc",
     "finalize_norm",
+    "finalize_reduce_scatter",
     "grouped_gemm",
     "mhc",
     "mhc_collapse",

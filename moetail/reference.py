@@ -249,6 +249,11 @@ def finalize_all_reduce(ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     return all_reduce([finalize(**arguments) for arguments in ranks])
 
 
+def finalize_reduce_scatter(ranks: Sequence[Mapping[str, Any]], rank: int) -> torch.Tensor:
+    """Definition of `moetail.finalize_reduce_scatter`: what rank `rank` keeps of `finalize_all_reduce`."""
+    return finalize_all_reduce(ranks).chunk(len(ranks))[rank]
+
+
 def all_reduce_norm(
     partials: Sequence[torch.Tensor],
     *,

@@ -22,6 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 
+# (GPU, ranks) -> the most tokens that cross the link in one shot: more go in two (`comm/two_shot_triton.py`).
+ONE_SHOT_TOKENS: dict[tuple[str, int], int] = {}  # none measured yet
+
 SCHEMA = 2
 PACKAGED = Path(__file__).resolve().parent / "configs"
 HOW = ("stale", "heuristic", "bucket", "exact")  # from worst to best
@@ -189,6 +192,15 @@ def _warn_stale(key: Key, why: str) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
+
+
+def one_shot_tokens(gpu: str, world_size: int) -> int:
+    """The table's answer, the same on every rank of a group.
+
+    Where nothing was measured a guess: two shots send 2/W of the bytes of one, for one more trip over the link, about
+    3 us. 1024 / W tokens of 5120 elements are about 5 MB a rank in one shot, 13 us of an H200's link.
+    """
+    return ONE_SHOT_TOKENS.get((gpu, world_size), 1024 // world_size)
 
 
 def config_files() -> list[Path]:

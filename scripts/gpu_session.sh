@@ -12,7 +12,8 @@ run() {
 tests() { run "$1" python3 -m pytest -q -p no:cacheprovider -rf -m 'gpu or gpu2' "${@:2}"; }
 
 tests 60 tests/test_selftest.py tests/test_profile.py tests/test_contract.py tests/test_guards.py tests/test_layer.py
-tests 120 tests/test_finalize_all_reduce_triton.py -k 'not two_gpus'
+tests 180 tests/test_finalize_all_reduce_triton.py -k 'not two_gpus'
+tests 240 tests/test_two_shot_triton.py -k 'not two_gpus'
 tests 120 tests/test_all_reduce_norm.py tests/test_finalize_all_reduce_norm.py tests/test_all_reduce_mhc.py tests/test_finalize_all_reduce_mhc.py
 tests 120 tests/test_finalize_norm.py tests/test_finalize_norm_triton.py tests/test_finalize_mhc.py tests/test_finalize_mhc_triton.py
 tests 60 tests/test_epilogue.py tests/test_kernels.py

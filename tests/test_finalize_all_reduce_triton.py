@@ -64,8 +64,8 @@ def test_machine_code():
 class Ranks:
     """W virtual ranks: their workspaces and streams."""
 
-    def __init__(self, W, timeout_s=20.0, hidden=H):
-        self.workspaces = Workspace.virtual(W, MAX_TOKENS, hidden, timeout_s=timeout_s)
+    def __init__(self, W, timeout_s=20.0, hidden=H, max_tokens=MAX_TOKENS):
+        self.workspaces = Workspace.virtual(W, max_tokens, hidden, timeout_s=timeout_s)
         self.streams = [torch.cuda.Stream() for _ in range(W)]
         for x in (inputs(0, W, hidden), inputs(1, W, hidden)):  # every kernel is loaded before any rank may poll
             self.call(x)
@@ -98,10 +98,10 @@ def expected(x):
 class Stress:
     """Calls of random size on every rank, each compared on the device: `wrong` counts elements, by rank."""
 
-    def __init__(self, ranks, seed):
+    def __init__(self, ranks, seed, tokens=TOKENS):
         self.ranks, self.W = ranks, len(ranks.streams)
         self.draw = random.Random(seed)
-        self.pool = [inputs(T, self.W, seed=s) for T in TOKENS for s in range(3)]
+        self.pool = [inputs(T, self.W, seed=s) for T in tokens for s in range(3)]
         self.wanted = [expected(x).view(torch.int16) for x in self.pool]
         self.wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(self.W)]
         for want in self.wanted:  # torch too loads a kernel at its first launch, which waits for whoever polls

@@ -42,6 +42,8 @@ def test_header_fields_do_not_overlap():
     for call in (2**31 - 1, 2**31, 2**31 + 1, 2**40):  # a server that runs for days
         assert 0 < w.header(call, w.Kind.FINALIZE_ALL_REDUCE, 2**24 - 1) < 2**63
         assert w.header(call, w.Kind.ALL_REDUCE, 1) != w.header(call - 2, w.Kind.ALL_REDUCE, 1)
+    bytes_ = [kind.by(tile) for kind in w.Kind for tile in (0, 1, 2, 4, 8, 16, 32, 64)]
+    assert len(set(bytes_)) == len(bytes_) and max(bytes_) < 128  # of one path, tile and op each; never the sign
 
 
 BAD = {
@@ -67,7 +69,7 @@ def test_bad_arguments(name, change):
 
 def test_at_most_eight_ranks():
     with pytest.raises(ValueError, match="^world_size must be from 1 to 8, got 9"):
-        w.Facts(4, 8, BF16, 30.0, "cuda", 9).check()
+        w.Facts(4, 8, BF16, 30.0, "cuda", 9, 1).check()
 
 
 def test_virtual_ranks_need_a_gpu():
@@ -88,9 +90,10 @@ def test_one_rank_needs_no_group():
 
 
 def test_each_fact_must_agree():
-    facts = w.Facts(4, 8, BF16, 30.0, "cpu", 3)
+    facts = w.Facts(4, 8, BF16, 30.0, "cpu", 3, 341)
     others = {
         "max_tokens": 5, "hidden": 16, "dtype": torch.float16, "timeout_s": 1.0, "device_type": "cuda", "world_size": 2,
+        "one_shot_tokens": 512,
     }  # fmt: skip
     assert others.keys() == {field.name for field in dataclasses.fields(w.Facts)}
     w.check_agreement([facts] * 3)

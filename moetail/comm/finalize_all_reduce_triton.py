@@ -1,12 +1,13 @@
 """finalize_all_reduce and all_reduce, (_norm, _mhc) too, on CUDA GPUs: one Triton kernel from expert rows, or from a
 finished partial, to the sum over ranks [T, H] on every rank, and on to the next layer's input.
 
-One-shot push. A call has a number, counted on the device; its parity names one of two phases of every inbox. A program
-finalizes its tiles and stores them, rounded, into its slot of every rank's inbox (its own too). Only then does it poll
-its own inbox, tile by tile, until no element is the sentinel, adds the ranks in rank order in fp32, and stores the
-sentinel back: what is read is cleared by its only reader, so calls may change size. Two phases suffice: a rank writes
-phase p again only after it has seen every rank's push of the call between, and no rank pushes before its own earlier
-call has ended (tests/lamport_model.py walks all interleavings).
+Here in one shot; calls of more tokens than a static table says go to `two_shot_triton.py`. A call has a number, counted
+on the device; its parity names one of two phases of every inbox. A program finalizes its tiles and stores them,
+rounded, into its slot of every rank's inbox (its own too). Only then does it poll its own inbox, tile by tile, until no
+element is the sentinel, adds the ranks in rank order in fp32, and stores the sentinel back: what is read is cleared by
+its only reader, so calls may change size. Two phases suffice: a rank writes phase p again only after it has seen every
+rank's push of the call between, and no rank pushes before its own earlier call has ended (tests/lamport_model.py walks
+all interleavings).
 
 Each call also pushes a header, so that ranks that do not make the same call are told, in graph replays too. A wait is
 bounded. On a fault the status word is set, for good: the output is NaN, and later calls push nothing and return NaN.
@@ -23,16 +24,16 @@ import torch
 import triton
 import triton.language as tl
 
-from moetail.comm import workspace
+from moetail.comm import memory, workspace
 from moetail.comm.workspace import FaultKind, Kind
 from moetail.numerics import Numerics
 from moetail.ops.epilogue_triton import _mhc, _quantize, _residual_norm
-from moetail.ops.finalize_triton import Facts, _finalized, _to, has_pdl
+from moetail.ops.finalize_triton import _INTERPRET, Facts, _finalized, _to, has_pdl
 
 _CALL, _OWNER, _LEFT = (tl.constexpr(word) for word in (workspace.CALL, workspace.OWNER, workspace.LEFT))
 _STATUS, _HOST_STATUS = tl.constexpr(workspace.STATUS), tl.constexpr(workspace.HOST_STATUS)
 _TIMEOUT_NS, _PEERS = tl.constexpr(workspace.TIMEOUT_NS), tl.constexpr(workspace.PEERS)
-_HEADER_BYTES, _SENTINEL = tl.constexpr(workspace.HEADER_BYTES), tl.constexpr(workspace.SENTINEL)
+_HEADER_BYTES, _SENTINEL = tl.constexpr(memory.HEADER_BYTES), tl.constexpr(memory.SENTINEL)
 _TIMED_OUT, _DISAGREED = tl.constexpr(int(FaultKind.TIMED_OUT)), tl.constexpr(int(FaultKind.DISAGREED))
 _CONCURRENT = tl.constexpr(int(FaultKind.CONCURRENT))
 
@@ -49,17 +50,26 @@ class Place:
     max_tokens: int
     one_gpu: bool
 
-    def programs(self, device: torch.device, warps: int) -> int:
+    def programs(self, device: torch.device, warps: int, threads: int = 512) -> int:
         """How many are sure to be resident at once, which a grid that polls must be: 512 threads a multiprocessor of
-        at most 128 registers each. Ranks on one GPU share half of that: with all registers in polling hands, a
+        at most 128 registers each, or another product of 65536. Ranks on one GPU share half of that: with all in use, a
         reduction of torch (512 threads) that a late rank runs before its call found no room at W = 8."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        programs = processors * 512 // (32 * warps)
+        programs = processors * threads // (32 * warps)
         return max(1, programs // (2 * self.world_size) if self.one_gpu else programs)
 
     def pdl(self, device: torch.device) -> bool:
         """Not on one GPU: the next kernel of one rank, started early, would hold the place another rank waits for."""
         return has_pdl(device) and not self.one_gpu
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whose calls this process makes."""
+        return tuple(range(self.world_size)) if self.one_gpu else (self.rank,)
+
+    def layout(self, device: torch.device, H: int) -> memory.Layout:
+        one_shot = memory.one_shot_tokens(device, self.world_size)
+        return memory.Layout(self.world_size, self.max_tokens, H, one_shot)
 
 
 @dataclass(frozen=True)
@@ -136,30 +146,55 @@ def _launch(
     out: torch.Tensor, e: Epilogue, facts: Facts, *, finalize: bool,
 ) -> None:  # fmt: skip
     T, H = out.shape
-    tensors = (*inputs, e.residual, e.post_mix, e.res_mix, e.pre_mix, e.norm_weight, e.post_norm_weight, out,
-               e.residual_out, e.values, e.scales, control)  # fmt: skip
-    whole_row = e.name != "none"
-    hc = 0 if e.res_mix is None else e.res_mix.shape[1]
-    warps = _ROW_WARPS if whole_row else _WARPS
-    block = max(32 * warps, triton.next_power_of_2(H)) if whole_row else _BLOCK
-    options = vars(facts) | {
-        "KIND": int(_KINDS[e.name][finalize]), "FINALIZE": finalize, "EPILOGUE": e.name, "HC": hc,
-        "ZERO_CENTRED": e.zero_centred, "QUANT": e.quant, "W": place.world_size, "BLOCK": block, "THREADS": 32 * warps,
-        "num_warps": warps, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
-    }  # fmt: skip
-    mixes = tuple(_stride(mix) for mix in (e.post_mix, e.res_mix, e.pre_mix))
-    scales = (0, 0) if e.scales is None else e.scales.stride()
-    streams = tuple(_stride(t, dim) for t in (e.residual, e.residual_out) for dim in (0, 1))
-    aligned = (_stride(inputs[0]), _stride(inputs[3]), _stride(out), *streams, _stride(e.values),
-               place.max_tokens * workspace.slot_stride(H))  # fmt: skip
+    layout = place.layout(out.device, H)
+    tensors, strides, mixes = operands(inputs, control, out, e)
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    constants = shared_constants(e, facts, place, finalize=finalize)
+    kind = _KINDS[e.name][finalize]
     _compile(
-        out.device, tuple(None if t is None else t.dtype for t in tensors), aligned, tuple(sorted(options.items()))
-    )
-    grid = max(1, min(T * triton.cdiv(H, block), place.programs(out.device, warps)))
+        out.device, dtypes, strides, layout, numbers[3:6:2], place.ranks, kind, tuple(sorted(constants.items()))
+    )  # fmt: skip
+    if layout.one_shot_tokens < T:
+        from moetail.comm import two_shot_triton
+
+        two_shot_triton.run(tensors, (*numbers, float(e.eps), *mixes), strides, layout, place, T, kind, constants)
+        return
+    options = _options(kind, constants)
+    grid = max(1, min(T * triton.cdiv(H, options["BLOCK"]), place.programs(out.device, options["num_warps"])))
     with torch.cuda.device(out.device):
         _finalize_all_reduce_kernel[(grid,)](
-            *tensors, *numbers, float(e.eps), *mixes, *scales, place.rank, *aligned, **options
+            *tensors, *numbers, float(e.eps), *mixes, place.rank, *strides, layout.slot_elements, **options
         )  # fmt: skip
+
+
+def operands(
+    inputs: tuple[torch.Tensor | None, ...], control: torch.Tensor, out: torch.Tensor, e: Epilogue
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], tuple[int, ...]]:
+    """What both kernels take: the tensors, the strides that are specialized, and the mixes' and scales', which are
+    not."""
+    tensors = (*inputs, e.residual, e.post_mix, e.res_mix, e.pre_mix, e.norm_weight, e.post_norm_weight, out,
+               e.residual_out, e.values, e.scales, control)  # fmt: skip
+    streams = tuple(_stride(t, dim) for t in (e.residual, e.residual_out) for dim in (0, 1))
+    mixes = tuple(_stride(mix) for mix in (e.post_mix, e.res_mix, e.pre_mix))
+    scales = (0, 0) if e.scales is None else e.scales.stride()
+    strides = (_stride(inputs[0]), _stride(inputs[3]), _stride(out), *streams, _stride(e.values))
+    return tensors, strides, (*mixes, *scales)
+
+
+def shared_constants(e: Epilogue, facts: Facts, place: Place, *, finalize: bool) -> dict[str, Any]:
+    """The compile-time arguments of both kernels that no config chooses."""
+    return vars(facts) | {
+        "FINALIZE": finalize, "EPILOGUE": e.name, "HC": 0 if e.res_mix is None else e.res_mix.shape[1],
+        "ZERO_CENTRED": e.zero_centred, "QUANT": e.quant, "W": place.world_size, "enable_fp_fusion": False,
+        "launch_pdl": facts.PDL,
+    }  # fmt: skip
+
+
+def _options(kind: Kind, constants: dict[str, Any]) -> dict[str, Any]:
+    whole_row = constants["EPILOGUE"] != "none"
+    warps = _ROW_WARPS if whole_row else _WARPS
+    block = max(32 * warps, triton.next_power_of_2(constants["H"])) if whole_row else _BLOCK
+    return constants | {"KIND": int(kind), "BLOCK": block, "THREADS": 32 * warps, "num_warps": warps}
 
 
 def _stride(tensor: torch.Tensor | None, dim: int = 0) -> int:
@@ -169,18 +204,22 @@ def _stride(tensor: torch.Tensor | None, dim: int = 0) -> int:
 
 @functools.cache
 def _compile(
-    device: torch.device,
-    dtypes: tuple[torch.dtype | None, ...],
-    aligned: tuple[int, ...],
-    options: tuple[tuple[str, Any], ...],
-) -> None:
-    """Compile and load: a module that is loaded while another rank's kernel polls on the same GPU waits for it.
-
-    Nothing else is specialized, so this one kernel serves every T and every rank."""
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, ...], layout: memory.Layout,
+    steps: tuple[int, int], ranks: tuple[int, ...], kind: Kind, constants: tuple[tuple[str, Any], ...],
+) -> None:  # fmt: skip
+    """Compile and load what serves every T: a module that is loaded while another rank's kernel polls on
+    the same GPU waits for it."""
+    options = _options(kind, dict(constants))
     unspecialized = (*(2,) * 7, 2.0, 2.0, *(2,) * 6)  # T, R, five strides, scale, eps, mixes' and scales' strides, rank
     with torch.cuda.device(device):
-        compiled = _finalize_all_reduce_kernel.warmup(*dtypes, *unspecialized, *aligned, grid=(1,), **dict(options))
+        compiled = _finalize_all_reduce_kernel.warmup(
+            *dtypes, *unspecialized, *strides, layout.slot_elements, grid=(1,), **options
+        )
         compiled[(1, 1, 1)]
+    if layout.one_shot_tokens < layout.max_tokens:
+        from moetail.comm import two_shot_triton
+
+        two_shot_triton.compile_all(device, dtypes, strides, layout, steps, ranks, kind, dict(constants))
 
 
 # The mixes may be parts of one tensor, at any alignment: their pointers are not specialized either.
@@ -206,13 +245,8 @@ def _finalize_all_reduce_kernel(
     STRIDE: tl.constexpr = tl.cdiv(H, 8) * 8  # rows of a slot start at 16 bytes
     dtype = out.dtype.element_ty
     capacity = capacity.to(tl.int64)
-    call = tl.load(control + _CALL)
+    call, alone, alive = _begin(control, THREADS)
     phase = call % 2
-    grid_id = tl.inline_asm_elementwise("mov.u64 $0, %gridid;", "=l", [], dtype=tl.int64, is_pure=False, pack=1) + 1
-    owner = tl.atomic_cas(control + _OWNER, tl.zeros([], tl.int64), grid_id, sem="relaxed", scope="gpu")
-    alone = (owner == 0) | (owner == grid_id)
-    status = _uniform(tl.load(control + _STATUS + tl.zeros([THREADS], tl.int32), volatile=True))
-    alive = alone & (status == 0)
     number = call & 0x7FFFFFFF
     header = (number << 32) | (KIND << 24) | T
     mine = tl.load(control + _PEERS + RANK)
@@ -281,21 +315,11 @@ def _finalize_all_reduce_kernel(
             _fail(control, tl.where(state == _LATE, _TIMED_OUT, _DISAGREED).to(tl.int64), peer, call)
         good = alive & (failed == 0)
         y = _to(tl.where(good, total, float("nan")), dtype)
-        if EPILOGUE == "norm":
-            old = tl.load(residual + t * residual_stride_t + c, mask=here, other=0.0)
-            weight = tl.load(norm_weight + c, mask=here, other=0.0)
-            post_weight = None
-            if post_norm_weight is not None:
-                post_weight = tl.load(post_norm_weight + c, mask=here, other=0.0)
-            y, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED)
-            tl.store(residual_out + t * residual_out_stride_t + c, new, mask=here)
-        if EPILOGUE == "mhc":
-            weight = tl.load(norm_weight + c, mask=here, other=0.0)
-            y = _mhc(
-                y, residual + t * residual_stride_t + c, residual_stride_s,
-                residual_out + t * residual_out_stride_t + c, residual_out_stride_s, post_mix + t * post_stride,
-                res_mix + t * comb_stride, pre_mix + t * pre_stride, weight, T > 0, here, eps, H, HC,
-            )  # fmt: skip
+        y = _followed(
+            y, t, c, T > 0, here, residual, post_mix, res_mix, pre_mix, norm_weight, post_norm_weight, residual_out,
+            eps, post_stride, comb_stride, pre_stride, residual_stride_t, residual_stride_s, residual_out_stride_t,
+            residual_out_stride_s, H, EPILOGUE, HC, ZERO_CENTRED,
+        )  # fmt: skip
         tl.store(out + t * out_stride + c, y, mask=here)
         if QUANT is not None:
             _quantize(
@@ -305,6 +329,25 @@ def _finalize_all_reduce_kernel(
         for w in tl.static_range(W):
             tl.store(_slot(mine, at + w * capacity), tl.full([BLOCK], _SENTINEL, tl.int16), mask=here & good)
 
+    _end(control, alone, RANK, call)
+
+
+@triton.jit
+def _begin(control, THREADS: tl.constexpr):
+    """(the call's number, whether it is inside no other call, whether it may push and poll)."""
+    call = tl.load(control + _CALL)
+    grid_id = tl.zeros([], tl.int64) + 1
+    if not _INTERPRET:
+        grid_id += tl.inline_asm_elementwise("mov.u64 $0, %gridid;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    owner = tl.atomic_cas(control + _OWNER, tl.zeros([], tl.int64), grid_id, sem="relaxed", scope="gpu")
+    alone = (owner == 0) | (owner == grid_id)
+    status = _uniform(tl.load(control + _STATUS + tl.zeros([THREADS], tl.int32), volatile=True))
+    return call, alone, alone & (status == 0)
+
+
+@triton.jit
+def _end(control, alone, RANK, call):
+    """The last program to leave counts the call."""
     if alone:
         if tl.atomic_add(control + _LEFT, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
             tl.store(control + _LEFT, 0)
@@ -312,6 +355,31 @@ def _finalize_all_reduce_kernel(
             tl.store(control + _OWNER, 0)
     else:
         _fail(control, _CONCURRENT, RANK, call)
+
+
+@triton.jit
+def _followed(
+    y, t, c, there, here, residual, post_mix, res_mix, pre_mix, norm_weight, post_norm_weight, residual_out, eps,
+    post_stride, comb_stride, pre_stride, residual_stride_t, residual_stride_s, residual_out_stride_t,
+    residual_out_stride_s, H: tl.constexpr, EPILOGUE: tl.constexpr, HC: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
+    """What the epilogue makes of token t's finished sum: what belongs in `out`. It stores the residual itself."""
+    if EPILOGUE == "norm":
+        old = tl.load(residual + t * residual_stride_t + c, mask=here, other=0.0)
+        weight = tl.load(norm_weight + c, mask=here, other=0.0)
+        post_weight = None
+        if post_norm_weight is not None:
+            post_weight = tl.load(post_norm_weight + c, mask=here, other=0.0)
+        y, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED)
+        tl.store(residual_out + t * residual_out_stride_t + c, new, mask=here)
+    if EPILOGUE == "mhc":
+        weight = tl.load(norm_weight + c, mask=here, other=0.0)
+        y = _mhc(
+            y, residual + t * residual_stride_t + c, residual_stride_s, residual_out + t * residual_out_stride_t + c,
+            residual_out_stride_s, post_mix + t * post_stride, res_mix + t * comb_stride, pre_mix + t * pre_stride,
+            weight, there, here, eps, H, HC,
+        )  # fmt: skip
+    return y
 
 
 @triton.jit
@@ -337,7 +405,11 @@ def _uniform(x):
 
 @triton.jit
 def _globaltimer(lane):
-    """Nanoseconds, read by every lane."""
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer; // $1", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1
-    )  # fmt: skip
+    """Nanoseconds, read by every lane. Time stands still in the interpreter."""
+    if _INTERPRET:
+        now = lane.to(tl.int64) * 0 + 1
+    else:
+        now = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer; // $1", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1
+        )  # fmt: skip
+    return now

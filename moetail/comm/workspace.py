@@ -1,8 +1,8 @@
 """What the tensor-parallel ops share: the ranks' memory, its layout, the call counter, and what went wrong.
 
-A rank owns one allocation: HEADER_BYTES of int64 header words [PHASES, W], then the inbox [PHASES, W, max_tokens *
-hidden] of 16-bit elements, which starts as SENTINEL everywhere. Source rank s writes only the parts [phase, s].
-The protocol is that of `tests/lamport_model.py`, where all its interleavings are checked.
+A rank owns one allocation, which `memory.Layout` describes: header words, the inbox of the one-shot kernel, and flags,
+inbox and results of the two-shot kernel. Both kernels count the same calls and push the same headers. Their protocols
+are those of `tests/lamport_model.py` and `tests/two_shot_model.py`, where all interleavings are checked.
 On a CPU there is no such memory: the ranks send the same headers and the same partials through a gloo group.
 """
 
@@ -13,17 +13,13 @@ import uuid
 import weakref
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
 from moetail import tuning
-
-MAX_WORLD_SIZE = 8
-PHASES = 2
-SENTINEL = -1  # as int16; 0xFFFF is a NaN of bf16 and of fp16 that no rank sends
-HEADER_BYTES = PHASES * MAX_WORLD_SIZE * 8  # of any W, so that the inbox starts on a cache line
+from moetail.comm.memory import MAX_WORLD_SIZE, Layout, cleared, one_shot_tokens
 
 # The int64 words of `Workspace.control`. PEERS: one word a rank, the address of its allocation (0 on a CPU).
 # HOST_STATUS: the address of the host's copy of STATUS, so that check() needs no device sync.
@@ -43,10 +39,15 @@ class Kind(enum.IntEnum):
     FINALIZE_ALL_REDUCE_NORM = 4
     ALL_REDUCE_MHC = 5
     FINALIZE_ALL_REDUCE_MHC = 6
+    FINALIZE_REDUCE_SCATTER = 7
+
+    def by(self, tile: int) -> int:
+        """The op and the path in one byte: tokens of a tile in two shots, a power of two up to 128; 0 in one shot."""
+        return self | tile.bit_length() << 4
 
 
-def header(call: int, kind: Kind, T: int) -> int:
-    """What a rank pushes to every peer at each call; T < 2**24.
+def header(call: int, kind: int, T: int) -> int:
+    """What a rank pushes to every peer at each call: its number, its op and path (`Kind.by`), and T < 2**24.
 
     The call is counted modulo 2**31 here: 60 tails a step and 100 steps a second pass that in four days.
     """
@@ -104,11 +105,11 @@ class Facts:
     timeout_s: float
     device_type: str
     world_size: int
+    one_shot_tokens: int  # of this rank's GPU and world_size, by the table
 
     def check(self) -> None:
         """Raises: ValueError naming the argument, what it was and what it must be."""
-        if not _is_int(self.world_size) or not 1 <= self.world_size <= MAX_WORLD_SIZE:
-            raise ValueError(f"world_size must be from 1 to {MAX_WORLD_SIZE}, got {self.world_size!r}")
+        _check_world_size(self.world_size)
         if not _is_int(self.max_tokens) or not 1 <= self.max_tokens < 2**24:
             raise ValueError(f"max_tokens must be from 1 to {2**24 - 1}, got {self.max_tokens!r}")
         if not _is_int(self.hidden) or self.hidden < 1:
@@ -119,6 +120,11 @@ class Facts:
             raise ValueError(f"timeout_s must be from 0.001 to 86400 seconds, got {self.timeout_s!r}")
         if self.device_type not in ("cpu", "cuda"):
             raise ValueError(f"device must be a cpu or cuda device, got {self.device_type}")
+        if not _is_int(self.one_shot_tokens) or self.one_shot_tokens < 1:
+            raise ValueError(f"one_shot_tokens must be 1 or more, got {self.one_shot_tokens!r}")
+
+    def layout(self) -> Layout:
+        return Layout(self.world_size, self.max_tokens, self.hidden, self.one_shot_tokens)
 
 
 def check_agreement(ranks: list[Facts]) -> None:
@@ -138,6 +144,8 @@ class Workspace:
 
     Made by all ranks together, before any CUDA graph capture; never grown. `group` None or of one rank needs no memory
     and exchanges nothing. One call at a time: use from several streams must be ordered by events.
+    On a GPU it takes 4 (two ranks) to 5.5 (eight) * max_tokens * hidden bytes, and 4 * world_size * hidden for each
+    token up to the most that go in one shot (`tuning.one_shot_tokens`).
 
     dtype      bf16 | fp16
     timeout_s  how long a call waits for a peer. After that the workspace has a fault: on a GPU this and every later
@@ -171,7 +179,9 @@ class Workspace:
     ) -> None:
         device = _resolved(device)
         rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
-        facts = Facts(max_tokens, hidden, dtype, timeout_s, device.type, world_size)
+        facts = Facts(
+            max_tokens, hidden, dtype, timeout_s, device.type, world_size, one_shot_tokens(device, world_size)
+        )
         name = ""
         if group is not None and world_size > 1:  # before any check of its own: a rank that raised would not arrive
             everyone = _gathered((facts, uuid.uuid4().hex, tuning.digest(device)), group, device)
@@ -205,9 +215,15 @@ class Workspace:
         device = _resolved(device)
         if device.type != "cuda":
             raise ValueError(f"device must be a cuda device for virtual ranks, got {device}")
-        facts = Facts(max_tokens, hidden, dtype, timeout_s, device.type, world_size)
+        _check_world_size(world_size)
+        facts = Facts(
+            max_tokens, hidden, dtype, timeout_s, device.type, world_size, one_shot_tokens(device, world_size)
+        )
         facts.check()
-        memory = [_cleared(torch.empty(_elements(facts), dtype=torch.int16, device=device)) for _ in range(world_size)]
+        layout = facts.layout()
+        memory = [
+            cleared(torch.empty(layout.size // 2, dtype=torch.int16, device=device), layout) for _ in range(world_size)
+        ]
         peers = [part.data_ptr() for part in memory]
         ranks = []
         for rank in range(world_size):
@@ -272,7 +288,12 @@ class Workspace:
         self._memory = None
 
 
-def _is_int(value: object) -> bool:
+def _check_world_size(world_size: object) -> None:
+    if not _is_int(world_size) or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ValueError(f"world_size must be from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
+
+
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -309,21 +330,6 @@ def _gloo_group(group: dist.ProcessGroup, name: str, timeout_s: float) -> dist.P
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout_s))
 
 
-def _elements(facts: Facts) -> int:
-    return HEADER_BYTES // 2 + PHASES * facts.world_size * facts.max_tokens * slot_stride(facts.hidden)
-
-
-def slot_stride(hidden: int) -> int:
-    """Elements from one token to the next in an inbox: rows start at 16 bytes, so that every access is that wide."""
-    return -(-hidden // 8) * 8
-
-
-def _cleared(memory: torch.Tensor) -> torch.Tensor:
-    memory[: HEADER_BYTES // 2] = 0
-    memory[HEADER_BYTES // 2 :] = SENTINEL
-    return memory
-
-
 def _symmetric_memory(group: dist.ProcessGroup, facts: Facts, device: torch.device) -> tuple[list[int], Any]:
     """The address of every rank's allocation as this rank sees it, and what keeps them mapped.
 
@@ -334,9 +340,10 @@ def _symmetric_memory(group: dist.ProcessGroup, facts: Facts, device: torch.devi
     from torch.distributed import _symmetric_memory as symm_mem
 
     with torch.cuda.device(device):
-        memory = symm_mem._SymmetricMemory.empty_strided_p2p((_elements(facts),), (1,), torch.int16, device)
+        layout = facts.layout()
+        memory = symm_mem._SymmetricMemory.empty_strided_p2p((layout.size // 2,), (1,), torch.int16, device)
         handle = symm_mem.rendezvous(memory, group.group_name)
-        _cleared(memory)
+        cleared(memory, layout)
         torch.cuda.synchronize(device)
     # buffer_ptrs are the blocks' and a tensor may lie inside one. The gather is also the barrier: no rank pushes before
     # every rank has cleared its memory.
