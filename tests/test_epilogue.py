@@ -107,7 +107,7 @@ def test_mhc_at_any_width(device, dtype):
     y, old = torch.randn(T, H, device=device).to(dtype), torch.randn(T, HC, H, device=device).to(dtype)
     mixes = [torch.rand(T, *shape, device=device) for shape in ((HC,), (HC, HC), (HC,))]
     weight = torch.randn(H, device=device).to(dtype)
-    want = reference._mhc(y, old, *mixes, weight, 1e-6)
+    want = reference.mhc(y, old, *mixes, weight, 1e-6)
     for block, warps in ((128, 1), (128, 4), (512, 16)):
         h, new = torch.empty_like(y), torch.empty_like(old)
         mhc_kernel[(T,)](y, old, new, *mixes, weight, h, T, 1e-6, H=H, HC=HC, BLOCK=block, num_warps=warps,

@@ -98,7 +98,7 @@ def _cpu_into(*args):  # noqa: ANN002, ANN202
     inputs, mhc, (out, residual_out, *quant) = args[:8], args[8:14], args[14:]
     y = local._new_out(*inputs[:2])
     local._cpu_into(*inputs, y)
-    h, new = reference._mhc(y, *mhc)
+    h, new = reference.mhc(y, *mhc)
     out.copy_(h)
     residual_out.copy_(new)
     quantized.write(h, *quant)

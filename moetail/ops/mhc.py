@@ -60,7 +60,7 @@ def mhc(
 
 def _cpu(y, residual, post_mix, res_mix, pre_mix, norm_weight, eps, out, residual_out):  # noqa: ANN001, ANN202
     _check(y, residual, post_mix, res_mix, pre_mix, norm_weight, eps, out, residual_out)
-    h, new = reference._mhc(y, residual, post_mix, res_mix, pre_mix, norm_weight, eps)
+    h, new = reference.mhc(y, residual, post_mix, res_mix, pre_mix, norm_weight, eps)
     out.copy_(h)
     residual_out.copy_(new)
 
