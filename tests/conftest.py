@@ -17,6 +17,8 @@ KNOWN_SKIPS = 0
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:  # a worker of pytest-xdist: its controller counts
+        return
     skipped = len(reporter.stats.get("skipped", []))
     if skipped != KNOWN_SKIPS:
         reporter.write_line(

@@ -18,6 +18,8 @@ from moetail import Workspace, reference
 from moetail.comm import workspace as words
 from moetail.testing import assert_same_bits
 
+pytestmark = pytest.mark.alone  # how soon an error comes
+
 BF16, F16 = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
 H = 24

@@ -40,12 +40,12 @@ def run_case(folder, config):
 
 
 def test_a_slower_base_is_seen(tmp_path, config):
-    sleep = "import time; time.sleep(0.3); return out.logits, seen[-1]"
+    sleep = "import time; time.sleep(0.1); return out.logits, seen[-1]"
     result = run_case(other_version(tmp_path / "then", "return out.logits, seen[-1]", sleep), config)
     assert result.verdict.word in ("faster", "void")  # void: a busy machine's control
     assert result.ratio.value < 0.7 and result.differing_bits == 0
     assert set(result.samples) == {"then", base.HERE, forward.CONTROL}
-    assert result.median_us("then") > 300_000
+    assert result.median_us("then") > 100_000
 
 
 def test_other_bits_are_seen(tmp_path, config):

@@ -6,6 +6,8 @@ import pytest
 
 from moetail.bench import timing
 
+pytestmark = pytest.mark.alone
+
 
 def test_rounds_are_palindromes_in_changing_order():
     order = []

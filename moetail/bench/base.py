@@ -86,16 +86,16 @@ def run_case(
     Raises: ValueError as `forward.load` and `StepModel.check` do; RuntimeError where a worker died.
     """
     with contextlib.ExitStack() as stack:
-        workers = {}
-        for name, folder in ((rev, base), (HERE, _ROOT)):
-            workers[name] = worker = Worker(folder)
+        workers = {rev: Worker(base), HERE: Worker(_ROOT)}  # both start before the first is asked
+        for worker in workers.values():
             stack.callback(worker.close)
+        for worker in workers.values():
             built = worker.ask(
                 do="build", model=model, text=str(text.resolve()), device=str(device), case=case, arm=arm,
                 routing=routing,
             )  # fmt: skip
-            if Path(built["package"]).parent != folder.resolve():
-                raise RuntimeError(f"the worker of {folder} imported moetail from {built['package']}")
+            if Path(built["package"]).parent != worker.folder.resolve():
+                raise RuntimeError(f"the worker of {worker.folder} imported moetail from {built['package']}")
 
         def arm_of(label: str, worker: Worker) -> timing.Arm:
             return timing.Arm(label, lambda: float(worker.ask(do="run")["us"]))

@@ -37,6 +37,7 @@ _LAYERS, _K = 4, 4
 _SIZES = {"cpu": (256, 640), "cuda": (4096, 4096)}
 # The producer gets slower, or what should not have been there goes: so much of it.
 _EXTRA_ROWS = 0.5
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def run(
     for plant, (wanted, named) in PLANTS.items():
         model = PlantedModel(plant, device)
         on_round = functools.partial(progress, plant)
-        for doubled in range(4):
+        for doubled in range(_ATTEMPTS):
             total = rounds << doubled
             settings = forward.Settings((BASELINE, plant), total)
             result = forward.run_case(model, replace(case, name=plant), settings, ranks, on_round)
