@@ -36,9 +36,14 @@ def cpu_arm(name: str, program: Callable[[], object], prepare: Callable[[], obje
 
 
 def cuda_graph_arm(
-    name: str, program: Callable[[], object], prepare: Callable[[], object] = lambda: None, repeats: int = 1
+    name: str,
+    program: Callable[[], object],
+    prepare: Callable[[], object] = lambda: None,
+    repeats: int = 1,
+    pool: tuple[int, int] | None = None,
 ) -> Arm:
     """The program captured as a CUDA graph, `repeats` times in a row; `prepare` is captured before the first event.
+    `pool`: a memory pool (torch.cuda.graph_pool_handle) that arms share which never run at the same time.
 
     Both events are nodes of the graph, so neither the launch of the graph nor the host is in the time.
     """
@@ -51,7 +56,7 @@ def cuda_graph_arm(
     torch.cuda.current_stream().wait_stream(side)
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         prepare()
         start.record()
         for _ in range(repeats):
