@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def cuda_graph_arm(
     program: Callable[[], object],
     prepare: Callable[[], object] = lambda: None,
     repeats: int = 1,
-    pool: tuple[int, int] | None = None,
+    pool: Any = None,
 ) -> Arm:
     """The program captured as a CUDA graph, `repeats` times in a row; `prepare` is captured before the first event.
     `pool`: a memory pool (torch.cuda.graph_pool_handle) that arms share which never run at the same time.
