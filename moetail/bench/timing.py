@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+# A kernel that waits for a rank which never comes is an error that names its arm, not a hang.
+_PATIENCE_S = 60.0
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -64,9 +67,12 @@ def cuda_graph_arm(
             program()
         end.record()
 
+    done = torch.cuda.Event()
+
     def run() -> float:
         graph.replay()
-        torch.cuda.synchronize()
+        done.record()
+        _wait(done, name)
         return start.elapsed_time(end) * 1e3 / repeats
 
     return Arm(name, run)
@@ -76,6 +82,13 @@ def within(seconds: float | None) -> Callable[[], bool]:
     """Whether less than that has passed since this call; None: always."""
     start = time.perf_counter()
     return lambda: seconds is None or time.perf_counter() - start < seconds
+
+
+def _wait(event: torch.cuda.Event, name: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{name} did not end within {_PATIENCE_S:g} s: do its kernels wait for another rank?")
 
 
 def warm_up(arms: list[Arm], seconds: float, slowest: Callable[[float], float] = float) -> float:
