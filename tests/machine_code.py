@@ -80,9 +80,8 @@ def sm_90(kernel, pointers, constants, options, aligned=(), unaligned=None):
 
 def run(script):
     """What the script prints, from json."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": f".{os.pathsep}tests"
-    }
+    path = os.pathsep.join((".", "tests", os.environ.get("PYTHONPATH", "")))  # which may bring another Triton
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

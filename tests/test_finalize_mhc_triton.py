@@ -22,7 +22,7 @@ unaligned = dict(row_map="*i32") | dict.fromkeys(("weights", "post_mix", "res_mi
 def elements(access, ptx):
     return sum(len(re.findall(rf"{access}\\.global(?:\\.\\w+)*\\.v{n}\\.b32", ptx)) * n for n in (2, 4)) * 2
 for K, H, HC in ((6, 5120, 4), (8, 7168, 4), (8, 2048, 2)):
-    for config in fm.epilogue_triton.every_config(fm.ELEMENTS_A_THREAD, H, 2):
+    for config in fm.epilogue_triton.every_config(fm.ROW_SHAPES, H, 2):
         options = fm._options(Facts(K, H, "fma", 1, "none", True, False, True), HC, config)
         constants = {n: options.pop(n) for n in list(options) if n.isupper()} | dict(
             gate=None, num_valid_rows=None, values=None, scales=None)

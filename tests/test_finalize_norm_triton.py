@@ -19,7 +19,7 @@ strides = [f"{n}_stride" for n in ("rows", "shared", "residual", "out", "residua
 results = {}
 for K, H, sandwich in ((6, 5120, False), (6, 5120, True), (8, 7168, False), (10, 2048, False), (8, 2880, False),
                        (8, 16384, False)):
-    for config in fn.epilogue_triton.every_config(fn.ELEMENTS_A_THREAD, H, 2):
+    for config in fn.epilogue_triton.every_config(fn.ROW_SHAPES, H, 2):
         options = fn._options(Facts(K, H, "fma", 1, "none", True, False, True), False, config)
         constants = {n: options.pop(n) for n in list(options) if n.isupper()} | dict(
             gate=None, num_valid_rows=None, values=None, scales=None)

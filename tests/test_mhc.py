@@ -126,7 +126,7 @@ kernel, results = m._mhc_kernel, {}
 strides = [n for n in kernel.arg_names if n.startswith(("y_stride", "out_stride", "residual_stride", "residual_out_s"))]
 pointers = dict.fromkeys(("y", "residual", "norm_weight", "out", "residual_out"), "*bf16")
 mixes = dict.fromkeys(("post_mix", "res_mix", "pre_mix"), "*fp32")
-for config in m.every_config(m.ELEMENTS_A_THREAD, 5120, 2):
+for config in m.every_config(m.ROW_SHAPES, 5120, 2):
     options = m._options(m._Kind(5120, 4, True), config)
     constants = {n: options.pop(n) for n in list(options) if n.isupper()}
     code = sm_90(kernel, pointers, constants, options, strides, mixes)

@@ -86,7 +86,7 @@ import json
 from machine_code import sm_90
 from moetail.ops import mhc_collapse_triton as m
 kernel, results = m._collapse_kernel, {}
-for config in m.every_config(m.ELEMENTS_A_THREAD, 5120, 2):
+for config in m.every_config(m.ROW_SHAPES, 5120, 2):
     options = m._options(5120, 4, True, config)
     constants = {n: options.pop(n) for n in list(options) if n.isupper()}
     aligned = [n for n in kernel.arg_names if n.startswith(("residual_stride", "out_stride"))]

@@ -36,6 +36,17 @@ def test_warm_up_lasts_and_reports_the_slowest():
     assert time.perf_counter() - start >= 0.05
 
 
+class Never:
+    def query(self):
+        return False
+
+
+def test_an_arm_that_does_not_end_is_an_error_with_its_name(monkeypatch):
+    monkeypatch.setattr(timing, "_PATIENCE_S", 0.02)
+    with pytest.raises(RuntimeError, match="finalize \\+ nccl did not end within 0.02 s"):
+        timing._wait(Never(), "finalize + nccl")
+
+
 @pytest.mark.gpu
 def test_graph_arm_measures_the_gpu():
     import torch

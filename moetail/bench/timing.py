@@ -11,8 +11,12 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+# A kernel that waits for a rank which never comes is an error that names its arm, not a hang.
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,14 @@ def cpu_arm(name: str, program: Callable[[], object], prepare: Callable[[], obje
 
 
 def cuda_graph_arm(
-    name: str, program: Callable[[], object], prepare: Callable[[], object] = lambda: None, repeats: int = 1
+    name: str,
+    program: Callable[[], object],
+    prepare: Callable[[], object] = lambda: None,
+    repeats: int = 1,
+    pool: Any = None,
 ) -> Arm:
     """The program captured as a CUDA graph, `repeats` times in a row; `prepare` is captured before the first event.
+    `pool`: a memory pool (torch.cuda.graph_pool_handle) that arms share which never run at the same time.
 
     Both events are nodes of the graph, so neither the launch of the graph nor the host is in the time.
     """
@@ -51,16 +60,19 @@ def cuda_graph_arm(
     torch.cuda.current_stream().wait_stream(side)
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         prepare()
         start.record()
         for _ in range(repeats):
             program()
         end.record()
 
+    done = torch.cuda.Event()
+
     def run() -> float:
         graph.replay()
-        torch.cuda.synchronize()
+        done.record()
+        _wait(done, name)
         return start.elapsed_time(end) * 1e3 / repeats
 
     return Arm(name, run)
@@ -70,6 +82,13 @@ def within(seconds: float | None) -> Callable[[], bool]:
     """Whether less than that has passed since this call; None: always."""
     start = time.perf_counter()
     return lambda: seconds is None or time.perf_counter() - start < seconds
+
+
+def _wait(event: torch.cuda.Event, name: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{name} did not end within {_PATIENCE_S:g} s: do its kernels wait for another rank?")
 
 
 def warm_up(arms: list[Arm], seconds: float, slowest: Callable[[float], float] = float) -> float:

@@ -92,7 +92,7 @@ def finalize_norm(shape: Shape, T: int, device: torch.device) -> Bench:
             None, False, x.out, x.residual_out, config=config,
         )  # fmt: skip
 
-    guess = epilogue_triton.heuristic(finalize_norm_triton.ELEMENTS_A_THREAD, T, H, 2)
+    guess = epilogue_triton.heuristic(finalize_norm_triton.ROW_SHAPES, T, H, 2)
     sink = torch.empty_like(inputs[0].out)
     return _between_edges(inputs, guess, _rows(H), run, lambda x: [x.out, x.residual_out], sink)
 
@@ -112,7 +112,7 @@ def finalize_mhc(shape: Shape, T: int, device: torch.device) -> Bench:
             x.norm_weight, _EPS, x.out, new, config=config,
         )  # fmt: skip
 
-    guess = epilogue_triton.heuristic(finalize_mhc_triton.ELEMENTS_A_THREAD, T, H, 2)
+    guess = epilogue_triton.heuristic(finalize_mhc_triton.ROW_SHAPES, T, H, 2)
     sink = torch.empty_like(inputs[0].out)
     return _between_edges(inputs, guess, _rows(H), run, lambda x: [x.out, residuals[id(x)][1]], sink)
 

@@ -213,7 +213,7 @@ def _two_shot_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     columns: tl.constexpr = tl.cdiv(H, BLOCK)
-    STRIDE: tl.constexpr = tl.cdiv(H, 8) * 8
+    STRIDE: tl.constexpr = (H + 7) // 8 * 8  # tl.cdiv is no constexpr in Triton 3.6
     dtype = out.dtype.element_ty
     call, alone, alive = _begin(control, THREADS)
     phase = call % 2

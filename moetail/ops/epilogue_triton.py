@@ -1,12 +1,13 @@
 """What follows the shared add, on one token's row in registers: for every kernel that ends a layer.
 
 One program owns the whole row, as [BLOCK] with BLOCK >= H; `here` is False beyond H. The definitions are
-`moetail.reference.rms_norm`, `_residual_norm`, `_mhc` and `quantize` there; that of rms_norm says why the sum is of
+`moetail.reference.rms_norm`, `mhc` and `quantize` there; that of rms_norm says why the sum is of
 integers, which `tl.max` and `tl.sum` may then add in any order, on any layout and number of warps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -24,31 +25,30 @@ class RowConfig:
     registers: int = 0
 
 
-# (least T, the 16-bit elements of a row that a thread holds) in rising T: a kernel's own.
-ElementsAThread = tuple[tuple[int, int], ...]
-
-# Elements of a thread where tokens are few, so that a program has a multiprocessor for itself. Left to choose, ptxas
-# spares registers for a second program and loads the K rows one after the other: at H 5120 and K 6, 37 registers and
-# eight batches of loads; told that it may use them all, 55 registers and two (sm_90, Triton 3.6 and 3.9). Not timed.
-_ALONE = 8
+# (least T, the 16-bit elements of a row that a thread holds, whether it may have all registers that one program on a
+# multiprocessor leaves it) in rising T: a kernel's own. Left to choose, ptxas spares registers for a second program and
+# loads the K rows one after the other: at H 5120, K 6 and 8 elements, 37 registers and eight batches of loads; told
+# that it may use them all, 55 registers and two (sm_90, Triton 3.6 and 3.9).
+RowShapes = tuple[tuple[int, int, bool], ...]
 
 
-def heuristic(table: ElementsAThread, T: int, H: int, element_size: int) -> RowConfig:
+def heuristic(table: RowShapes, T: int, H: int, element_size: int) -> RowConfig:
     """The config of a call, from static facts."""
-    return _fitted(next(elements for least, elements in reversed(table) if least <= T), H, element_size)
+    return _fitted(next(shape for least, *shape in reversed(table) if least <= T), H, element_size)
 
 
-def every_config(table: ElementsAThread, H: int, element_size: int) -> tuple[RowConfig, ...]:
+def every_config(table: RowShapes, H: int, element_size: int) -> tuple[RowConfig, ...]:
     """All that `heuristic` can answer for some T: what has to be compiled so that no later T compiles."""
-    return tuple(dict.fromkeys(_fitted(elements, H, element_size) for _, elements in table))
+    return tuple(dict.fromkeys(_fitted(shape, H, element_size) for _, *shape in table))
 
 
-def _fitted(elements: int, H: int, element_size: int) -> RowConfig:
-    warps = triton.next_power_of_2(H) * element_size // (2 * 32 * elements)
+def _fitted(shape: Sequence[int], H: int, element_size: int) -> RowConfig:
+    elements, all_registers = shape
+    warps = max(1, triton.next_power_of_2(H) * element_size // (2 * 32 * elements))
     if warps > 32:
         return RowConfig(32)
-    warps = max(warps, 1)
-    return RowConfig(warps, min(65536 // (32 * warps), 255) if elements == _ALONE else 0)
+    told = all_registers and (warps < 32 or elements <= 8)  # 16 elements in 64 registers: told, ptxas spills (K 8)
+    return RowConfig(warps, min(65536 // (32 * warps), 255) if told else 0)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from moetail.ops.epilogue_triton import RowConfig, _mhc, _quantize
 from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 
 # As in finalize_norm_triton.py. Not yet timed.
-ELEMENTS_A_THREAD = ((0, 8), (256, 16))
+ROW_SHAPES = ((0, 8, True), (256, 16, False))
 
 
 def launch(
@@ -82,13 +82,13 @@ def launch(
 def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype, hc: int) -> RowConfig:
     """The tuned config where this GPU has one for T, the heuristic's otherwise."""
     tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype, hc), kernel_hash(), T)
-    return epilogue_triton.heuristic(ELEMENTS_A_THREAD, T, H, dtype.itemsize) if tuned is None else tuned
+    return epilogue_triton.heuristic(ROW_SHAPES, T, H, dtype.itemsize) if tuned is None else tuned
 
 
 def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype, hc: int) -> tuple[RowConfig, ...]:
     """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
     tuned = tuning.every_tuned(RowConfig, device, tuned_shape(K, H, dtype, hc), kernel_hash())
-    return tuple(dict.fromkeys((*epilogue_triton.every_config(ELEMENTS_A_THREAD, H, dtype.itemsize), *tuned)))
+    return tuple(dict.fromkeys((*epilogue_triton.every_config(ROW_SHAPES, H, dtype.itemsize), *tuned)))
 
 
 def tuned_shape(K: int, H: int, dtype: torch.dtype, hc: int) -> tuning.Shape:

@@ -22,10 +22,16 @@ from moetail.ops import epilogue_triton
 from moetail.ops.epilogue_triton import RowConfig, _quantize, _residual_norm
 from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 
-# Least T, and the 16-bit elements of a row that a thread holds (8 are one 16-byte load). Few tokens need each program
-# to be fast; many need several on a multiprocessor: at H 5120 the registers of sm_90 hold one program of 32 warps (8
-# elements), two of 16, three of 8 (32 elements) and four of 4 (Triton 3.6). Not yet timed.
-ELEMENTS_A_THREAD = ((0, 8), (256, 32))
+# H200, Triton 3.6, calls chained to themselves, warps x registers (0: ptxas's choice), us; finalize alone in brackets:
+#   H 5120 K 6, T 1    [0.85]  4x0 2.88   8x255 2.74   16x128 3.18   32x64 3.84
+#               T 16   [1.12]  4x0 2.86   8x255 3.08   16x128 3.22   32x64 3.88
+#               T 64   [2.58]  4x0 6.14   8x255 5.06   16x128 4.38   32x64 4.61
+#               T 512  [11.9]  4x0 15.8   8x0 17.5     16x0 18.0     32x0 22.8
+#   H 7168 K 8, T 16   [1.55]  4x0 4.54   8x255 3.67   16x128 3.83   32x64 4.46
+#   H 5120 K 6, T 8192 [153]   4x0 195.7  8x0 195.9    16x0 222.1    32x0 301.7
+# One program a row costs two microseconds over finalize at T 1, whatever its shape: its multiprocessor alone reads all
+# of the row, and two sums of the row stand between the loads and the stores.
+ROW_SHAPES = ((0, 32, True), (32, 16, True), (256, 64, False))
 
 
 def launch(
@@ -80,13 +86,13 @@ def launch(
 def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype) -> RowConfig:
     """The tuned config where this GPU has one for T, the heuristic's otherwise."""
     tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash(), T)
-    return epilogue_triton.heuristic(ELEMENTS_A_THREAD, T, H, dtype.itemsize) if tuned is None else tuned
+    return epilogue_triton.heuristic(ROW_SHAPES, T, H, dtype.itemsize) if tuned is None else tuned
 
 
 def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuple[RowConfig, ...]:
     """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
     tuned = tuning.every_tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash())
-    return tuple(dict.fromkeys((*epilogue_triton.every_config(ELEMENTS_A_THREAD, H, dtype.itemsize), *tuned)))
+    return tuple(dict.fromkeys((*epilogue_triton.every_config(ROW_SHAPES, H, dtype.itemsize), *tuned)))
 
 
 def tuned_shape(K: int, H: int, dtype: torch.dtype) -> tuning.Shape:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moetail.ops.epilogue_triton import RowConfig, _rms_norm, every_config, heuristic
-from moetail.ops.finalize_mhc_triton import ELEMENTS_A_THREAD
+from moetail.ops.finalize_mhc_triton import ROW_SHAPES
 from moetail.ops.finalize_triton import _to, has_pdl
 
 
@@ -22,7 +22,7 @@ def launch(
     another T could ask for."""
     (T, hc, H), pdl = residual.shape, has_pdl(residual.device)
     tensors, strides = (residual, pre_mix, norm_weight, out), (*residual.stride()[:2], out.stride(0))
-    config = heuristic(ELEMENTS_A_THREAD, T, H, residual.element_size())
+    config = heuristic(ROW_SHAPES, T, H, residual.element_size())
     on_gpu = residual.device.type == "cuda"
     if on_gpu:
         _compile(residual.device, tuple(t.dtype for t in tensors), strides, H, hc, pdl)
@@ -43,7 +43,7 @@ def _compile(
     device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[int, ...], H: int, hc: int, pdl: bool
 ) -> None:
     with torch.cuda.device(device):
-        for config in every_config(ELEMENTS_A_THREAD, H, dtypes[0].itemsize):
+        for config in every_config(ROW_SHAPES, H, dtypes[0].itemsize):
             compiled = _collapse_kernel.warmup(
                 *dtypes, 2, *strides, 2.0, grid=(1,), **_options(H, hc, pdl, config)
             )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from moetail.ops.epilogue_triton import RowConfig, _mhc, every_config, heuristic
-from moetail.ops.finalize_mhc_triton import ELEMENTS_A_THREAD
+from moetail.ops.finalize_mhc_triton import ROW_SHAPES
 from moetail.ops.finalize_triton import has_pdl
 
 
@@ -42,7 +42,7 @@ def launch(
     )  # fmt: skip
     kind = _Kind(H, hc, has_pdl(y.device))
     if config is None:
-        config = heuristic(ELEMENTS_A_THREAD, T, H, y.element_size())
+        config = heuristic(ROW_SHAPES, T, H, y.element_size())
         if y.device.type == "cuda":
             _compile(y.device, tuple(t.dtype for t in tensors), strides, kind)
     # Triton launches on the current device's stream, whatever device the tensors are on.
@@ -83,7 +83,7 @@ def _options(kind: _Kind, config: RowConfig) -> dict[str, Any]:
 def _compile(device: torch.device, dtypes: tuple[torch.dtype, ...], strides: _Strides, kind: _Kind) -> None:
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     with torch.cuda.device(device):
-        for config in every_config(ELEMENTS_A_THREAD, kind.H, dtypes[0].itemsize):
+        for config in every_config(ROW_SHAPES, kind.H, dtypes[0].itemsize):
             compiled = _mhc_kernel.warmup(
                 *dtypes, 2, 2, 2, *vars(strides).values(), 2.0, grid=(1,), **_options(kind, config)
             )  # fmt: skip
