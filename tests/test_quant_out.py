@@ -290,7 +290,7 @@ from moetail.ops.finalize_triton import Facts
 strides = [f"{n}_stride" for n in ("rows", "shared", "residual", "out", "residual_out", "values")]
 results = {}
 for quant in ("fp8_group128", "fp8_group128_ue8m0", "mxfp8"):
-    for config in fn.every_config(fn.ROW_SHAPES, 5120, 2):
+    for config in fn.epilogue_triton.every_config(fn.ROW_SHAPES, 5120, 2):
         options = fn._options(Facts(6, 5120, "fma", 1, "none", True, False, True), False, config, quant)
         constants = {n: options.pop(n) for n in list(options) if n.isupper()} | dict(
             gate=None, num_valid_rows=None, post_norm_weight=None)
