@@ -37,7 +37,7 @@ _LAYERS, _K = 4, 4
 _SIZES = {"cpu": (256, 640), "cuda": (4096, 4096)}
 # The producer gets slower, or what should not have been there goes: so much of it.
 _EXTRA_ROWS = 0.5
-_ATTEMPTS = 4
+_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
