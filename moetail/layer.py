@@ -142,6 +142,8 @@ class MoELayer(torch.nn.Module):
              plan finalizes in the experts and there are shared experts, whose add writes it
         """
         if self.plan.place(self.index, hidden.shape[0]) is Place.EXPERTS:
+            if out is not None and not self.shared_experts:
+                raise ValueError("out must be None where no add of shared experts writes it, got a tensor")
             return self._separately(hidden, out)
         if out is not None:
             where = self.plan.range_of(self.index, hidden.shape[0])

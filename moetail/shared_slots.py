@@ -3,7 +3,7 @@
     [T, K] ids and weights of the router  ->  [T, K+n], the shared slots last
 
 The experts' GEMMs then compute the shared part too, and the finalize adds it as its last slots: nobody runs shared
-experts or adds them. It is exact in one rounding where a separate add takes two: `docs/numerics.md` says which bits.
+experts or adds them. The bits are others than a separate add's, which rounds twice: `docs/numerics.md`.
 SGLang calls this shared experts fusion.
 """
 
@@ -39,7 +39,7 @@ class SharedSlots:
         return self.ids.shape[0]
 
     def __call__(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """weights and ids [T, K] -> [T, K+n], in their own dtypes: one launch each where those are ours."""
+        """weights and ids [T, K] -> [T, K+n], in their own dtypes: a torch.cat each, for `route`'s fp32 and int32."""
         T = ids.shape[0]
         ones, last = self.weights.to(weights.dtype).expand(T, -1), self.ids.to(ids.dtype).expand(T, -1)
         return torch.cat([weights, ones], dim=1), torch.cat([ids, last], dim=1)

@@ -15,9 +15,9 @@ from moetail import (
     SharedSlots,
     TailSpec,
     TritonExperts,
-    Workspace,
+    guards,
     reference,
-)  # fmt: skip
+)
 from moetail.plan import LayerFacts, Place, WorldFacts, plan_tails
 from moetail.shared_slots import join_weights
 from moetail.testing import assert_same_bits
@@ -160,7 +160,8 @@ def test_one_slot_is_single_rounding_of_the_row(device, numerics):
     assert 0.02 < differing < 0.5  # and so the two are told apart
 
 
-def test_signed_zeros_infinities_and_absent_slots():
+@CPU_AND_GPU
+def test_signed_zeros_infinities_and_absent_slots(device):
     """The last slot against `shared`, on rows that are made to show it: raw bits, with slots that have no row."""
     g = torch.Generator().manual_seed(3)
     rows = torch.randn(60, 32, generator=g) * 2.0 ** torch.randint(-20, 20, (60, 32), generator=g)
@@ -172,6 +173,7 @@ def test_signed_zeros_infinities_and_absent_slots():
     row_map[4, :3] = -1  # nothing but the shared slot
     weights = torch.rand(15, 4, generator=g)
     weights[:, 3] = 1.0
+    rows, row_map, weights = rows.to(device), row_map.to(device), weights.to(device)
     got = moetail.finalize(rows, row_map, weights)
     shared = rows[row_map[:, 3]]
     want = reference.finalize(rows, row_map[:, :3], weights[:, :3], shared, numerics=Numerics.SINGLE_ROUNDING)
@@ -196,7 +198,7 @@ def every_place(group):
     """On one rank: each place's output, and this rank's part."""
     W = group.size()
     parts = Parts(rank=group.rank())
-    workspace = Workspace(group, MAX_TOKENS, H, timeout_s=20.0, device=torch.device("cpu"))
+    workspace = moetail.Workspace(group, MAX_TOKENS, H, timeout_s=20.0, device=torch.device("cpu"))
     results = []
     for T in (1, 16, 0, 33):
         x = hidden_of(T)
@@ -246,6 +248,12 @@ def test_bad_input(name):
         BAD[name](Parts())
 
 
+def test_no_add_writes_an_out():
+    parts, x = Parts(), hidden_of(5)
+    with pytest.raises(ValueError, match="^out must be None where no add of shared experts writes it, got a tensor"):
+        parts.layer(plan_of(can_stop=False))(x, out=torch.empty_like(x))
+
+
 def test_formats_that_differ():
     p = Parts()
     for up, down, name in (
@@ -271,11 +279,8 @@ def test_a_captured_layer_on_a_gpu(backend):
     parts, x, other = Parts("cuda", backend=backend), hidden_of(13, "cuda"), hidden_of(13, "cuda").flip(0)
     layer = parts.layer(plan_of())
     want = [layer(x), layer(other)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with guards.no_jit("error"), guards.no_host_sync("error"):
         layer(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph, held = torch.cuda.CUDAGraph(), x.clone()
     with torch.cuda.graph(graph):
         out = layer(held)
