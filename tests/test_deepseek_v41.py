@@ -13,9 +13,9 @@ from moetail.models.context import Packed
 from moetail.models.deepseek_v41 import Decoder, Stream
 from moetail.models.deepseek_v41_config import FLASH, small
 from moetail.models.hyper_connections import one_hot
-from moetail.models.parallel import TensorParallel
+from moetail.models.parallel import Collective, TensorParallel
 from moetail.models.parameters import Parameters
-from moetail.models.tails import ARMS
+from moetail.models.tails import ARMS, Arm
 from moetail.plan import Place
 from moetail.testing import assert_same_bits
 
@@ -113,7 +113,8 @@ def test_the_shared_expert_as_a_slot(decoder):
     got = slots.forward(step, slots.context(sizes), arm)
     assert {routed.row_map.shape for routed in arm.routed} == {(36, CONFIG.num_experts_per_tok + 1)}
     assert {place for _, place, _ in arm.outputs} == {Place.NEXT_LAYER, Place.MOE_LAYER}
-    for other in ARMS.values():
+    in_place = Arm(False, collective=Collective(torch.empty(36, CONFIG.hidden_size, dtype=torch.bfloat16)))
+    for other in (*ARMS.values(), in_place):
         assert_same_bits(slots.forward(step, slots.context(sizes), other), got)
     added = decoder.forward(step, decoder.context(sizes), ARMS["fused"])
     assert (got != added).any()

@@ -1,5 +1,6 @@
 """Shared experts as slots: the routing, the weights, the bits of a layer with them, and what it refuses."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -220,32 +221,36 @@ def test_tensor_parallel():
 
 
 BAD = {
-    "count": lambda p: SharedSlots.of(E, 0, torch.device("cpu")),
-    "num_experts": lambda p: SharedSlots.of(0, 1, torch.device("cpu")),
-    "limit": lambda p: p.routed.with_shared(p.shared_up, p.shared_down, limit=None),
-    "shared_gate_up": lambda p: p.routed.with_shared(p.shared_up[:-2], p.shared_down, limit=LIMIT),
-    "shared_down": lambda p: p.routed.with_shared(p.shared_up, p.shared_down[:, 8:], limit=LIMIT),
-    "gate_up_bias": lambda p: replace(p.routed, gate_up_bias=p.up[:, :, 0]).with_shared(
+    "count must be 1 or more": lambda p: SharedSlots.of(E, 0, torch.device("cpu")),
+    "num_experts must be 1 or more": lambda p: SharedSlots.of(0, 1, torch.device("cpu")),
+    "limit must be the routed experts' 4.0": lambda p: p.routed.with_shared(p.shared_up, p.shared_down, limit=None),
+    "shared_gate_up must have shape (96, 64)": lambda p: p.routed.with_shared(
+        p.shared_up[:-2], p.shared_down, limit=LIMIT
+    ),
+    "shared_down must have shape (64, 48)": lambda p: p.routed.with_shared(
+        p.shared_up, p.shared_down[:, 8:], limit=LIMIT
+    ),
+    "gate_up_bias must be None": lambda p: replace(p.routed, gate_up_bias=p.up[:, :, 0]).with_shared(
         p.shared_up, p.shared_down, limit=LIMIT
     ),
-    "down_bias": lambda p: replace(p.routed, down_bias=p.down[:, :, 0]).with_shared(
+    "down_bias must be None": lambda p: replace(p.routed, down_bias=p.down[:, :, 0]).with_shared(
         p.shared_up, p.shared_down, limit=LIMIT
     ),
-    "expert_map": lambda p: replace(p.routed, expert_map=torch.arange(E)).with_shared(
+    "expert_map must be None": lambda p: replace(p.routed, expert_map=torch.arange(E)).with_shared(
         p.shared_up, p.shared_down, limit=LIMIT
     ),
-    "experts": lambda p: p.layer(plan_of(), experts=p.routed),
-    "shared_experts": lambda p: p.layer(plan_of(), shared_experts=(p.shared,)),
-    "shared_gate": lambda p: p.layer(plan_of(), shared_gate=p.shared),
-    "tail": lambda p: p.layer(plan_of(), TailSpec(routed_scale=2.0)),
-    "shared_slots": lambda p: p.layer(plan_of(slots=2)),
+    "experts must be 8 and 1 shared ones": lambda p: p.layer(plan_of(), experts=p.routed),
+    "shared_experts must be empty": lambda p: p.layer(plan_of(), shared_experts=(p.shared,)),
+    "shared_gate must be None": lambda p: p.layer(plan_of(), shared_gate=p.shared),
+    "tail must have routed_scale 1": lambda p: p.layer(plan_of(), TailSpec(routed_scale=2.0)),
+    "shared_slots must be as many as the plan has for the layer, 2": lambda p: p.layer(plan_of(slots=2)),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    with pytest.raises(ValueError, match=f"^{name} must .*, got "):
-        BAD[name](Parts())
+@pytest.mark.parametrize("sentence", BAD)
+def test_bad_input(sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}.*, got "):
+        BAD[sentence](Parts())
 
 
 def test_no_add_writes_an_out():
