@@ -48,7 +48,7 @@ class SharedSlots:
 def join_weights(
     gate_up_proj: torch.Tensor, down_proj: torch.Tensor, shared_gate_up: torch.Tensor, shared_down: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gate_up_proj [E+n, 2*I, H], down_proj [E+n, H, I]): the routed experts and behind them the shared ones, copied.
+    """(gate_up_proj [E+n, 2*I, H], down_proj [E+n, H, I]): the routed experts, then the shared, contiguous copies.
 
     Shape:
         gate_up_proj    [E, 2*I, H]    the gate's I rows first
