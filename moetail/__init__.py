@@ -25,6 +25,7 @@ from moetail.ops.route import route
 from moetail.plan import plan_tails
 from moetail.quantization import Quant, Quantized
 from moetail.routing import Permutation, Router
+from moetail.shared_slots import SharedSlots
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Quant",
     "Quantized",
     "Router",
+    "SharedSlots",
     "TailSpec",
     "TritonExperts",
     "UnfinalizedMoEOutput",

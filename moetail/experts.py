@@ -12,13 +12,17 @@ Who finalizes, and where, is not among their arguments: nothing in here, and no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from moetail.contract import UnfinalizedMoEOutput
 from moetail.ops.grouped_gemm import block_for, grouped_gemm
 from moetail.ops.permute import permute
+from moetail.shared_slots import SharedSlots, join_weights
+
+_W = TypeVar("_W", bound="_Weights")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +68,27 @@ class _Weights:
     @property
     def num_experts(self) -> int:
         return self.gate_up_proj.shape[0]
+
+    def with_shared(
+        self: _W, shared_gate_up: torch.Tensor, shared_down: torch.Tensor, *, limit: float | None
+    ) -> tuple[_W, SharedSlots]:
+        """(these experts and the shared ones behind them, the slots that a `MoELayer` sends every token to).
+
+        shared_gate_up [2*n*I, H] and shared_down [H, n*I], with n of these experts' I columns; as `join_weights`, which
+        copies all of them. Under tensor parallelism both are this rank's columns. limit: the shared experts' clamp
+
+        Raises: ValueError where they are not of these experts' format: shape, dtype, clamp, no biases, no expert map
+        (each rank's slot would count, and the sum over ranks is of different experts).
+        """
+        for name, tensor in (("gate_up_bias", self.gate_up_bias), ("down_bias", self.down_bias),
+                             ("expert_map", self.expert_map)):  # fmt: skip
+            if tensor is not None:
+                raise ValueError(f"{name} must be None for shared experts as slots, got shape {tuple(tensor.shape)}")
+        if limit != self.limit:
+            raise ValueError(f"limit must be the routed experts' {self.limit}, got {limit}")
+        gate_up, down = join_weights(self.gate_up_proj, self.down_proj, shared_gate_up, shared_down)
+        slots = SharedSlots.of(self.num_experts, len(gate_up) - self.num_experts, gate_up.device)
+        return replace(self, gate_up_proj=gate_up, down_proj=down), slots
 
     def _check(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         H = self.gate_up_proj.shape[2]

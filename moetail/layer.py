@@ -19,6 +19,7 @@ import torch
 
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
 from moetail.plan import Place, Plan
+from moetail.shared_slots import SharedSlots
 
 
 class Router(Protocol):
@@ -48,9 +49,13 @@ class MoELayer(torch.nn.Module):
     tail             numerics, routed scale, and the workspace of the ranks that the output is summed over
     plan, index      the model's plan, and this layer's number in it
     shared_stream    a CUDA stream for the shared experts, beside the routed ones; None: one after the other
+    shared_slots     the shared experts are among `experts`, as slots of weight 1 behind the router's; the experts'
+                     `with_shared` makes both. There is nothing to add then, and the bits are others: docs/numerics.md
 
     Raises: ValueError where the plan has no such MoE layer, or sends calls to EXPERTS under numerics that round once:
-    an add of its own rounds twice.
+    an add of its own rounds twice. For shared slots that the plan does not know, that the experts do not have, beside
+    shared experts or a gate of their own, or under a routed scale, which must be in the router's weights instead: here
+    it would multiply the shared slots too, and 1 / scale as their weight is exact for a power of two only.
     """
 
     def __init__(
@@ -64,10 +69,13 @@ class MoELayer(torch.nn.Module):
         tail: TailSpec | None = None,
         shared_gate: Callable[[torch.Tensor], torch.Tensor] | None = None,
         shared_stream: torch.cuda.Stream | None = None,
+        shared_slots: SharedSlots | None = None,
     ) -> None:
         super().__init__()
         plan.place(index, 0)
         self.tail = TailSpec() if tail is None else tail
+        self._check_slots(shared_slots, plan.layers[index].shared_slots, experts, shared_experts, shared_gate)
+        self.shared_slots = shared_slots
         numerics = self.tail.numerics
         unfused = [part for part in plan.ranges[index] if part.place is Place.EXPERTS]
         if unfused and (numerics.rounding, numerics.zero) != ("two", "keep"):
@@ -84,6 +92,29 @@ class MoELayer(torch.nn.Module):
             if isinstance(part, torch.nn.Module):
                 self.add_module(f"shared_expert_{i}", part)
         self.plan, self.index, self.shared_stream = plan, index, shared_stream
+
+    def _check_slots(
+        self, slots: SharedSlots | None, planned: int, experts: Experts, shared_experts: tuple[object, ...],
+        shared_gate: object,
+    ) -> None:  # fmt: skip
+        count = 0 if slots is None else slots.count
+        if count != planned:
+            raise ValueError(f"shared_slots must be as many as the plan has for the layer, {planned}, got {count}")
+        if slots is None:
+            return
+        end = slots.first + count
+        held = getattr(experts, "num_experts", end)
+        if held != end:
+            raise ValueError(f"experts must be {slots.first} and {count} shared ones, got {held}: see `with_shared`")
+        if shared_experts:
+            raise ValueError(f"shared_experts must be empty beside shared slots, got {len(shared_experts)}")
+        if shared_gate is not None:
+            raise ValueError(f"shared_gate must be None beside shared slots, got {type(shared_gate).__name__}")
+        if self.tail.routed_scale != 1.0:
+            raise ValueError(
+                f"tail must have routed_scale 1 beside shared slots, with the scale in the router's weights, "
+                f"got {self.tail.routed_scale}"
+            )
 
     def defer_finalize(self, next_layer_max_tokens: int) -> None:
         """The next layer's boundary takes at most so many tokens unfinalized: called when the model is built, before
@@ -111,6 +142,8 @@ class MoELayer(torch.nn.Module):
              plan finalizes in the experts and there are shared experts, whose add writes it
         """
         if self.plan.place(self.index, hidden.shape[0]) is Place.EXPERTS:
+            if out is not None and not self.shared_experts:
+                raise ValueError("out must be None where no add of shared experts writes it, got a tensor")
             return self._separately(hidden, out)
         if out is not None:
             where = self.plan.range_of(self.index, hidden.shape[0])
@@ -119,14 +152,14 @@ class MoELayer(torch.nn.Module):
 
     def _unfinalized(self, hidden: torch.Tensor) -> MoEOutput:
         shared = self._fork_shared(hidden)
-        weights, ids = self.router(hidden)
+        weights, ids = self._route(hidden)
         routed = self.experts(hidden, ids, weights)
         return MoEOutput(routed, self._join_shared(shared), self.tail)
 
     def _separately(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """Finalize, add, sum over ranks: three steps, and as many launches of the experts as they need."""
         shared = self._fork_shared(hidden)
-        weights, ids = self.router(hidden)
+        weights, ids = self._route(hidden)
         alone = TailSpec(self.tail.numerics, self.tail.routed_scale)
         most = self.plan.layers[self.index].experts_max_tokens or max(hidden.shape[0], 1)
         pieces = [
@@ -143,6 +176,10 @@ class MoELayer(torch.nn.Module):
         return torch.ops.moetail.all_reduce(
             y, w.control, w.group_name, w.rank, w.world_size, w.max_tokens, w.one_gpu
         )  # fmt: skip
+
+    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = self.router(hidden)
+        return (weights, ids) if self.shared_slots is None else self.shared_slots(weights, ids)
 
     def _fork_shared(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The shared experts' output; on the side stream, where there is one, behind what made `hidden`."""

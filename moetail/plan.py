@@ -93,6 +93,8 @@ class LayerFacts:
     """One decoder layer. The defaults are those of a layer that defers nothing.
 
     index                the layer's number; a drafter's follow the model's
+    has_shared_experts   some are added to the routed sum
+    shared_slots         as many are slots of the experts instead (`MoELayer`): nothing is left to add
     experts_max_tokens   the most tokens of one launch of the experts; None: any number
     routed_scale         who applies it
     hidden_padding       columns that a row of the experts' output has beyond H
@@ -109,6 +111,7 @@ class LayerFacts:
     is_moe: bool = True
     can_stop: bool = False
     has_shared_experts: bool = False
+    shared_slots: int = 0
     experts_max_tokens: int | None = None
     routed_scale: RoutedScale = RoutedScale.WEIGHTS
     hidden_padding: int = 0
@@ -125,8 +128,8 @@ class LayerFacts:
 
 
 _MOE_FACTS = (
-    "can_stop", "has_shared_experts", "experts_max_tokens", "routed_scale", "hidden_padding", "lora_on_w2",
-    "weights_on_input", "measured", "coverage",
+    "can_stop", "has_shared_experts", "shared_slots", "experts_max_tokens", "routed_scale", "hidden_padding",
+    "lora_on_w2", "weights_on_input", "measured", "coverage",
 )  # fmt: skip
 
 
@@ -197,10 +200,11 @@ class Plan:
         return plan_tails((*self.layers[: layer + 1], after, *self.layers[layer + 2 :]), self.world)
 
     def folded(self) -> list[tuple[int, int, tuple[Range, ...]]]:
-        """(first layer, last layer, their ranges): neighbours with equal ranges are one entry."""
+        """(first layer, last layer, their ranges): neighbours with equal ranges and shared slots are one entry."""
         entries: list[tuple[int, int, tuple[Range, ...]]] = []
         for index, ranges in enumerate(self.ranges):
-            if entries and entries[-1][2] == ranges:
+            slots = self.layers[index].shared_slots
+            if entries and entries[-1][2] == ranges and self.layers[index - 1].shared_slots == slots:
                 entries[-1] = (entries[-1][0], index, ranges)
             else:
                 entries.append((index, index, ranges))
@@ -263,7 +267,7 @@ def _kept_in_experts(layer: LayerFacts, world: WorldFacts, T: int) -> Reason | N
         (not layer.can_stop, Reason.CANNOT_STOP),
         (layer.lora_on_w2, Reason.LORA),
         (layer.weights_on_input, Reason.INPUT_WEIGHTS),
-        (not layer.has_shared_experts, Reason.NO_SHARED_EXPERTS),
+        (not layer.has_shared_experts and not layer.shared_slots, Reason.NO_SHARED_EXPERTS),
         (layer.routed_scale is RoutedScale.RUNNER, Reason.ROUTED_SCALE),
         (layer.hidden_padding > 0 and not layer.padding_is_stride, Reason.PADDING),
         (world.data_parallel > 1, Reason.DATA_PARALLEL),
@@ -342,9 +346,11 @@ def _check_layer(layer: LayerFacts) -> None:
                     f"{field.name} must be {field.default} {where}, which has no experts, "
                     f"got {getattr(layer, field.name)}"
                 )
-    for name in ("hidden_padding", "boundary_max_tokens", "alone_max_tokens"):
+    for name in ("shared_slots", "hidden_padding", "boundary_max_tokens", "alone_max_tokens"):
         if not _is_count(getattr(layer, name)):
             raise ValueError(f"{name} must be 0 or more {where}, got {getattr(layer, name)!r}")
+    if layer.shared_slots and layer.has_shared_experts:
+        raise ValueError(f"shared_slots must be 0 {where}, which adds its shared experts, got {layer.shared_slots}")
     most = layer.experts_max_tokens
     if most is not None and not (_is_count(most) and most > 0):
         raise ValueError(f"experts_max_tokens must be 1 or more, or None, {where}, got {most!r}")

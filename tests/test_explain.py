@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from typer.testing import CliRunner
 
 from moetail import cli
 from moetail.bench import models
+from moetail.cli import explain
 from moetail.integrations import layer_facts
+from moetail.models import deepseek_v41_facts
 from moetail.plan import RoutedScale
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +52,20 @@ def test_the_estimate_follows_the_bandwidth():
     # two rows of 5120 bf16 columns for each of 1000 tokens
     (row,) = [r for r in rows(run("deepseek-v4.1-flash", "--max-tokens", 1000, "--tb-per-s", 2)) if r[0] == "1-12"]
     assert row[2].startswith(f"in the next layer {2 * 1000 * 5120 * 2 / 2e6:.2f} us")
+
+
+def test_shared_experts_as_slots(monkeypatch):
+    """A row of their own, which says so and saves no add."""
+    facts = deepseek_v41_facts.facts()
+    slots = tuple(
+        replace(layer, has_shared_experts=False, shared_slots=1) if layer.index in (5, 6, 39) else layer
+        for layer in facts.layers
+    )
+    monkeypatch.setattr(explain, "model_facts", lambda model: replace(facts, layers=slots))
+    got = {layer: rest for layer, tokens, rest in rows(run("any", "--max-tokens", 64)) if tokens == "0-64"}
+    assert got["5-6"] == "in the next layer - the next layer's boundary finalizes; shared experts as slots: 1"
+    assert got["39"] == "here - last layer of the model; shared experts as slots: 1"
+    assert got["1-4"].endswith("us the next layer's boundary finalizes") and got["7-12"] == got["1-4"]
 
 
 def test_deepseek_v41_needs_no_transformers():

@@ -23,12 +23,13 @@ MAY_IMPORT = {
     "contract": {"numerics"},
     "tuning": set(),
     "routing": set(),
+    "shared_slots": set(),
     "coverage": {"models", "ops", "plan", "tuning"},
     "plan": set(),
-    "models": {"comm", "contract", "layer", "models", "ops", "plan", "routing"},
+    "models": {"comm", "contract", "layer", "models", "ops", "plan", "routing", "shared_slots"},
     "reference": {"numerics", "quantization", "reference", "routing"},
-    "layer": {"contract", "plan"},
-    "experts": {"contract", "ops"},
+    "layer": {"contract", "plan", "shared_slots"},
+    "experts": {"contract", "ops", "shared_slots"},
     "conformance": {"numerics", "reference", "testing"},
     "testing": {"numerics"},
     "ops": {"numerics", "quantization", "reference", "routing", "ops", "tuning"},
@@ -38,11 +39,11 @@ MAY_IMPORT = {
     | {"numerics", "ops", "plan", "quantization", "reference", "routing", "testing", "tuning"},
     "cli": {"bench", "cli", "conformance", "coverage", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
-    | {"integrations", "quantization"},
+    | {"integrations", "quantization", "shared_slots"},
 }
 OPTIONAL = {"transformers", "accelerate", "numba", "rich", "typer", "matplotlib", "triton", "packaging", "vllm"}
 CORE = ("__init__", "numerics", "contract", "reference", "guards", "testing", "tuning", "conformance", "plan", "models",
-        "layer", "routing", "experts", "quantization")  # fmt: skip
+        "layer", "routing", "experts", "quantization", "shared_slots")  # fmt: skip
 
 
 def part(path):

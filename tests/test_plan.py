@@ -79,6 +79,7 @@ TABLE = {
     "LoRA": (model(at=0, lora_on_w2=True), WORLD, 0, [(0, 100, EXPERTS, R.LORA)]),
     "input weights": (model(at=0, weights_on_input=True), WORLD, 0, [(0, 100, EXPERTS, R.INPUT_WEIGHTS)]),
     "no shared": (model(at=0, has_shared_experts=False), WORLD, 0, [(0, 100, EXPERTS, R.NO_SHARED_EXPERTS)]),
+    "shared experts as slots": (model(at=0, has_shared_experts=False, shared_slots=1), WORLD, 0, PASSED_ON),
     "scale of the runner": (
         model(at=0, routed_scale=RoutedScale.RUNNER), WORLD, 0, [(0, 100, EXPERTS, R.ROUTED_SCALE)],
     ),
@@ -193,6 +194,8 @@ BAD_LAYERS = {
     "boundary_max_tokens must be 0 in layer 2, which reads the finished state (is_drafter), got 16": model(
         at=2, is_drafter=True
     ),
+    "shared_slots must be 0 in layer 1, which adds its shared experts, got 2": model(at=1, shared_slots=2),
+    "shared_slots must be 0 or more in layer 1, got -1": model(at=1, has_shared_experts=False, shared_slots=-1),
     "boundary_max_tokens must be 0 or more in layer 1, got -1": model(at=1, boundary_max_tokens=-1),
     "hidden_padding must be 0 or more in layer 0": model(at=0, hidden_padding=-8),
     "experts_max_tokens must be 1 or more, or None, in layer 0, got 0": model(at=0, experts_max_tokens=0),

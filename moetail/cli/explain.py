@@ -63,9 +63,13 @@ def _table(plan: Plan, facts: ModelFacts, tb_per_s: float) -> Table:
         if not ranges:
             table.add_row(name, "", "no experts", "", "")
         for part in ranges:
-            saves = "-" if part.place is Place.EXPERTS else f"{_saved_us(part.max_T, facts, tb_per_s):.2f} us"
-            table.add_row(name, f"{part.min_T}-{part.max_T}", part.place.value.removeprefix("finalized "), saves,
-                          part.reason.value)  # fmt: skip
+            slots = plan.layers[first].shared_slots
+            nothing = slots or part.place is Place.EXPERTS  # with slots there is no add to save
+            saves = "-" if nothing else f"{_saved_us(part.max_T, facts, tb_per_s):.2f} us"
+            why = part.reason.value + (f"; shared experts as slots: {slots}" if slots else "")
+            table.add_row(
+                name, f"{part.min_T}-{part.max_T}", part.place.value.removeprefix("finalized "), saves, why
+            )  # fmt: skip
     return table
 
 

@@ -20,19 +20,35 @@ from moetail.ops.permute import permute
 from moetail.ops.route import route
 from moetail.plan import Plan
 from moetail.routing import Router
+from moetail.shared_slots import SharedSlots
 
 
 @dataclass(frozen=True)
 class MoEParameters:
-    """gate [E, H] bf16, bias [E] fp32; of this rank's I columns: w13 [E, 2 * I, H], gate rows first, w2 [E, H, I],
-    shared_w13 [2 * I, H], shared_w2 [H, I]."""
+    """gate [E, H] bf16, bias [E] fp32; of this rank's I columns, the shared expert behind the E routed ones:
+    experts_w13 [E+1, 2 * I, H], gate rows first, experts_w2 [E+1, H, I]."""
 
     gate: torch.Tensor
     bias: torch.Tensor
-    w13: torch.Tensor
-    w2: torch.Tensor
-    shared_w13: torch.Tensor
-    shared_w2: torch.Tensor
+    experts_w13: torch.Tensor
+    experts_w2: torch.Tensor
+    slots: SharedSlots
+
+    @property
+    def w13(self) -> torch.Tensor:
+        return self.experts_w13[:-1]
+
+    @property
+    def w2(self) -> torch.Tensor:
+        return self.experts_w2[:-1]
+
+    @property
+    def shared_w13(self) -> torch.Tensor:
+        return self.experts_w13[-1]
+
+    @property
+    def shared_w2(self) -> torch.Tensor:
+        return self.experts_w2[-1]
 
     @staticmethod
     def random(parameters: Parameters, name: str, config: DeepseekV41Config, E: int) -> MoEParameters:
@@ -44,14 +60,13 @@ class MoEParameters:
         def w2(p: Parameters, expert: str) -> torch.Tensor:
             return p.linear(f"{expert}.w2", H, I, split=1)
 
-        experts, shared = [f"{name}.experts.{e}" for e in range(E)], f"{name}.shared_experts"
+        experts = [*(f"{name}.experts.{e}" for e in range(E)), f"{name}.shared_experts"]
         return MoEParameters(
             parameters.linear(f"{name}.gate.weight", E, H),
             parameters.normal(f"{name}.gate.bias", E, std=0.1, dtype=torch.float32),
             parameters.stacked(experts, w13),
             parameters.stacked(experts, w2),
-            w13(parameters, shared),
-            w2(parameters, shared),
+            SharedSlots.of(E, 1, parameters.device),
         )
 
 
@@ -69,20 +84,26 @@ def moe_layer(
 ) -> MoELayer:  # fmt: skip
     """These parameters as a MoELayer, which holds none of its own: making one costs a few microseconds on the host.
 
+    The shared expert is a slot of the experts where the plan has it as one.
     expert_ids  [T, K] int32: where the tokens go whatever the router chose; the weights stay the router's
     """
+    as_slot = plan.layers[index].shared_slots > 0
 
     def chosen(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = route(product_f32(hidden, p.gate.T), router, p.bias)
         return weights, ids if expert_ids is None else expert_ids
 
     def experts(hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> UnfinalizedMoEOutput:
-        return expert_rows(hidden, topk_ids, topk_weights, p.w13, p.w2, limit)
+        w13, w2 = (p.experts_w13, p.experts_w2) if as_slot else (p.w13, p.w2)
+        return expert_rows(hidden, topk_ids, topk_weights, w13, w2, limit)
 
     def shared(x: torch.Tensor) -> torch.Tensor:
         return functional.linear(swiglu(functional.linear(x, p.shared_w13), limit), p.shared_w2)
 
-    return MoELayer(chosen, experts, (shared,), plan=plan, index=index, tail=tail, shared_stream=shared_stream)
+    return MoELayer(
+        chosen, experts, () if as_slot else (shared,), plan=plan, index=index, tail=tail, shared_stream=shared_stream,
+        shared_slots=p.slots if as_slot else None,
+    )  # fmt: skip
 
 
 def expert_rows(

@@ -50,7 +50,7 @@ class Arm:
     def moe(self, layer: MoELayer, x: torch.Tensor) -> Output:
         """`layer` is made for this arm: its plan and its tail are."""
         if not self.fuses:
-            return Partial(layer(x, out=self.collective.buffer))
+            return Partial(layer(x, out=self.collective.buffer if layer.shared_experts else None))
         return layer.forward_unfinalized(x) if layer.finalizes_in_next_layer(x.shape[0]) else layer(x)
 
     def boundary(self, output: Output, tp: TensorParallel, **streams: Any) -> tuple[torch.Tensor, torch.Tensor]:
