@@ -198,9 +198,10 @@ def one_shot_tokens(gpu: str, world_size: int) -> int:
     """The table's answer, the same on every rank of a group.
 
     Where nothing was measured a guess: two shots send 2/W of the bytes of one, for one more trip over the link, about
-    3 us. 1024 / W tokens of 5120 elements are about 5 MB a rank in one shot, 13 us of an H200's link.
+    3 us. 1024 / W tokens of 5120 elements are about 5 MB a rank in one shot, 13 us of an H200's link. And 256 at least:
+    so many tokens have gone in one shot ten thousand times, at every W up to 8.
     """
-    return ONE_SHOT_TOKENS.get((gpu, world_size), 1024 // world_size)
+    return ONE_SHOT_TOKENS.get((gpu, world_size), max(256, 1024 // world_size))
 
 
 def config_files() -> list[Path]:

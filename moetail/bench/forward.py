@@ -140,9 +140,7 @@ def run_case(
         peaks[arm] = int(ranks.slowest(memory.peak_bytes(work.forward, model.device)))
         work.restore()
         eager[arm] = _copied(work.forward())
-    # Arms at the same addresses: of two captures of one program with memory of their own one was 0.9 % slower (H200).
-    pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
-    timed = {label: timed_arm(model, label, arm, work, ranks, pool) for label, arm in _programs(settings.arms).items()}
+    timed = {label: timed_arm(model, label, arm, work, ranks) for label, arm in _programs(settings.arms).items()}
     arms = [one.arm for one in timed.values()]
 
     slowest_us = timing.warm_up(arms, seconds=1.0, slowest=ranks.slowest)
@@ -176,8 +174,7 @@ def run_case(
 
 @dataclass(frozen=True)
 class TimedArm:
-    """An arm, its whole program, what its program does before the step, and where its last outputs are: until another
-    arm runs, whose memory that is too."""
+    """An arm, its whole program, what its program does before the step, and where its last outputs are."""
 
     arm: timing.Arm
     prepare: Callable[[], None]
@@ -193,10 +190,8 @@ def _programs(arms: tuple[str, str]) -> dict[str, str]:
     return {**{arm: arm for arm in arms}, CONTROL: arms[0]}
 
 
-def timed_arm(
-    model: StepModel, label: str, arm: str, work: Step, ranks: Ranks, pool: tuple[int, int] | None = None
-) -> TimedArm:
-    """An arm of the model on this step; captured, on CUDA, with memory from `pool`."""
+def timed_arm(model: StepModel, label: str, arm: str, work: Step, ranks: Ranks) -> TimedArm:
+    """An arm of the model on this step; captured, on CUDA."""
     held: list[tuple[torch.Tensor, ...]] = []
 
     def forward() -> None:
@@ -209,9 +204,8 @@ def timed_arm(
         ranks.rendezvous()
 
     model.use(arm)
-    if model.device.type == "cuda":
-        return TimedArm(timing.cuda_graph_arm(label, forward, prepare, pool=pool), prepare, held)
-    return TimedArm(timing.cpu_arm(label, forward, prepare), prepare, held)
+    make = timing.cuda_graph_arm if model.device.type == "cuda" else timing.cpu_arm
+    return TimedArm(make(label, forward, prepare), prepare, held)
 
 
 def default_rounds(slowest_us: float, num_arms: int) -> int:

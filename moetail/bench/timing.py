@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -40,14 +39,9 @@ def cpu_arm(name: str, program: Callable[[], object], prepare: Callable[[], obje
 
 
 def cuda_graph_arm(
-    name: str,
-    program: Callable[[], object],
-    prepare: Callable[[], object] = lambda: None,
-    repeats: int = 1,
-    pool: Any = None,
+    name: str, program: Callable[[], object], prepare: Callable[[], object] = lambda: None, repeats: int = 1
 ) -> Arm:
     """The program captured as a CUDA graph, `repeats` times in a row; `prepare` is captured before the first event.
-    `pool`: a memory pool (torch.cuda.graph_pool_handle) that arms share which never run at the same time.
 
     Both events are nodes of the graph, so neither the launch of the graph nor the host is in the time.
     """
@@ -60,7 +54,7 @@ def cuda_graph_arm(
     torch.cuda.current_stream().wait_stream(side)
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph):
         prepare()
         start.record()
         for _ in range(repeats):
