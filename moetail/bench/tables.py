@@ -146,7 +146,7 @@ def conformance_table(row: dict[str, Any]) -> Table:
 def markdown_table(records: list[dict[str, Any]]) -> str:
     """A README's table: every row of the records, losses included."""
     lines = [
-        "| model | machine | case | tokens | stock ms | moetail ms | ratio [95 %] | differing bits | verdict |",
+        "| model | machine | case | tokens | before ms | after ms | ratio [95 %] | differing bits | verdict |",
         "|---|---|---|---:|---:|---:|---|---:|---|",
     ]
     for content in records:
