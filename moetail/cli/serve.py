@@ -45,12 +45,16 @@ def serve(
     """
     errors = Console(stderr=True)
     try:
+        import torch
+
         from moetail.bench import engines, record, serve_models
         from moetail.bench import ranks as bench_ranks
         from moetail.bench import serve as bench_serve
 
         failing = parse_verdicts(fail_if)
         cases = [bench_serve.parse_case(text) for text in case or ["decode=8"]]
+        if not torch.cuda.is_available():
+            raise ValueError("bench serve must run on a machine with a CUDA GPU, got none")
         device = parse_device("cuda")
         records.check_writable(json)
         further = json_module.loads(extra)
