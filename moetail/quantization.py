@@ -61,12 +61,15 @@ class Quantized:
 
     @staticmethod
     def empty(quant: Quant, T: int, H: int, device: torch.device | str) -> Quantized:
-        """Row-major and contiguous. Raises: ValueError where H is no multiple of the format's group."""
+        """Row-major and contiguous. Raises: ValueError for no Quant, and where H is no multiple of its group."""
         check_columns(quant, H)
         values = torch.empty(T, H, dtype=torch.float8_e4m3fn, device=device)
         return Quantized(quant, values, torch.empty(T, H // quant.group, dtype=quant.scale_dtype, device=device))
 
 
 def check_columns(quant: Quant, H: int) -> None:
+    """Raises: ValueError."""
+    if not isinstance(quant, Quant):
+        raise ValueError(f"quant must be a moetail.Quant, got {quant!r}")
     if H % quant.group:
         raise ValueError(f"quant_out must have H % {quant.group} == 0 columns for {quant.name}, got H={H}")

@@ -205,8 +205,10 @@ def one_shot_tokens(gpu: str, world_size: int) -> int:
 
 
 def config_files() -> list[Path]:
-    """The files that are read, the user's first."""
+    """The files that are read, the user's first. Raises: ValueError where MOETAIL_CONFIGS is no folder."""
     extra = os.environ.get("MOETAIL_CONFIGS")
+    if extra and not Path(extra).is_dir():
+        raise ValueError(f"MOETAIL_CONFIGS must be a folder, got {extra!r}")
     folders = [Path(extra)] if extra else []
     return [path for folder in (*folders, PACKAGED) for path in sorted(folder.glob("*.json"))]
 

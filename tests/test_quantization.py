@@ -125,3 +125,8 @@ def test_a_row_does_not_depend_on_the_batch():
     h = torch.randn(5, 128).to(BF16)
     for ours, alone in zip(reference.quantize(h, Quant.MXFP8), reference.quantize(h[2:3], Quant.MXFP8), strict=True):
         assert_same_bits(ours[2:3].view(torch.uint8), alone.view(torch.uint8))
+
+
+def test_what_is_no_format_is_refused():
+    with pytest.raises(ValueError, match="quant must be a moetail.Quant, got 'MXFP8'"):
+        Quantized.empty("MXFP8", 4, 128, "cpu")

@@ -219,3 +219,9 @@ def test_the_packaged_configs_are_not_stale():
             if entry["gpu"] == name:
                 key = coverage.key_of(tuning.shape_of(entry), name, tuning.triton_version())
                 assert (entry["source"], entry["triton"]) == (key.source, key.triton), key.shape
+
+
+def test_a_folder_that_is_not_there_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOETAIL_CONFIGS", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="MOETAIL_CONFIGS must be a folder, got "):
+        tuning.config_files()

@@ -12,7 +12,7 @@ import torch
 
 from moetail import reference
 from moetail.ops import finalize as local
-from moetail.quantization import FORMATS, Quantized, check_columns
+from moetail.quantization import FORMATS, Quant, Quantized, check_columns
 
 QUANT_ARGS = "str? quant, Tensor(y!)? values, Tensor(z!)? scales"
 QuantArgs = tuple[str | None, torch.Tensor | None, torch.Tensor | None]
@@ -24,6 +24,8 @@ def schema_args(quant_out: Quantized | None) -> QuantArgs:
         return None, None, None
     if not isinstance(quant_out, Quantized):
         raise ValueError(f"quant_out must be a moetail.Quantized or None, got {type(quant_out).__name__}")
+    if not isinstance(quant_out.quant, Quant):
+        raise ValueError(f"quant_out must have a moetail.Quant as its quant, got {quant_out.quant!r}")
     wanted = {"values": torch.float8_e4m3fn, "scales": quant_out.quant.scale_dtype}
     for part, dtype in wanted.items():
         tensor = getattr(quant_out, part)
