@@ -157,7 +157,7 @@ def key_on(device: torch.device, shape: Shape, source: str) -> Key:
 
 
 def forget() -> None:
-    """Read the files again at the next lookup: for tests and the tuner."""
+    """Read the files again at the next lookup: for tests."""
     _read_entry.cache_clear()
     _tuned.cache_clear()
     _warn_stale.cache_clear()

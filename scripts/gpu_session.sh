@@ -18,7 +18,7 @@ alone='all_reduce|two_shot|reduce_scatter|quant_out|tails|selftest|timing|kernel
 side_by_side=$(grep -l 'mark.gpu' tests/test_*.py | grep -Ev "$alone")
 workers=$(python3 -c 'import xdist' 2>/dev/null && echo "-n 12 --dist worksteal")
 tests 200 gpu $workers $side_by_side
-tests 60 gpu tests/test_selftest.py tests/test_profile.py tests/test_timing.py tests/test_transformers_step.py
+tests 60 gpu tests/test_selftest.py tests/test_profile.py tests/test_timing.py tests/test_transformers_step.py tests/test_forward.py
 tests 120 gpu tests/test_deferral.py
 tests 120 gpu tests/test_finalize_all_reduce_triton.py
 tests 240 gpu tests/test_two_shot_triton.py tests/test_finalize_reduce_scatter.py

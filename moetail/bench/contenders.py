@@ -79,6 +79,13 @@ class Op:
     reference: Callable[[KernelInputs, Numerics], torch.Tensor]
 
 
+def with_vllm(found: list[Contender], vllm: Contender) -> tuple[list[Contender], list[str]]:
+    """(the contenders, the names of those that are not installed here)."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
+        return found, [vllm.name]
+    return [*found, vllm], []
+
+
 def load_library(package: str, pattern: str) -> None:
     """Register the torch ops of a package's compiled libraries, found without importing the package: `import vllm` sets
     TORCHINDUCTOR_COMPILE_THREADS and patches Inductor, which is a contender in this process.

@@ -35,13 +35,13 @@ class MhcInputs(KernelInputs):
     norm_weight: torch.Tensor
 
     @staticmethod
-    def random(T: int, K: int, H: int, device: torch.device, num_experts: int = 64) -> MhcInputs:
+    def random(T: int, K: int, H: int, device: torch.device, num_experts: int = 64, hc: int = _STREAMS) -> MhcInputs:
         x = KernelInputs.random(T, K, H, device, num_experts)
-        residual = torch.randn(T, _STREAMS, H, device=device, dtype=x.shared.dtype)
+        residual = torch.randn(T, hc, H, device=device, dtype=x.shared.dtype)
         return MhcInputs(
             **vars(x), residual=residual, residual_out=torch.empty_like(residual),
-            post_mix=torch.rand(T, _STREAMS, device=device) * 2, pre_mix=torch.rand(T, _STREAMS, device=device),
-            res_mix=torch.rand(T, _STREAMS, _STREAMS, device=device).softmax(-1),
+            post_mix=torch.rand(T, hc, device=device) * 2, pre_mix=torch.rand(T, hc, device=device),
+            res_mix=torch.rand(T, hc, hc, device=device).softmax(-1),
             norm_weight=torch.randn(H, device=device, dtype=residual.dtype),
         )  # fmt: skip
 

@@ -6,14 +6,13 @@ Their norm is torch's, whose mean is added in another order than ours: none has 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from moetail import reference
-from moetail.bench.contenders import Contender, KernelInputs, Op, Program, load_vllm_core_ops
+from moetail.bench.contenders import Contender, KernelInputs, Op, Program, load_vllm_core_ops, with_vllm
 from moetail.numerics import Numerics
 from moetail.ops.finalize import finalize
 from moetail.ops.finalize_norm import finalize_norm
@@ -69,10 +68,7 @@ def _contenders() -> tuple[list[Contender], list[str]]:
         Contender("finalize, then inductor's add and norm", None, _finalize_then_inductor),
         Contender("inductor", None, _inductor),
     ]
-    vllm = [Contender("finalize, then vllm fused_add_rms_norm", None, _finalize_then_vllm)]
-    if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
-        return found, [contender.name for contender in vllm]
-    return [*found, *vllm], []
+    return with_vllm(found, Contender("finalize, then vllm fused_add_rms_norm", None, _finalize_then_vllm))
 
 
 def _add_norm(y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,20 +6,18 @@ The bits compared are those of h; `tests/test_quant_out.py` has those of the qua
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import cast
 
 import torch
 
 from moetail.bench import contenders_finalize_norm as norm
-from moetail.bench.contenders import Contender, KernelInputs, Op, Program, load_vllm_core_ops
+from moetail.bench.contenders import Contender, KernelInputs, Op, Program, load_vllm_core_ops, with_vllm
 from moetail.bench.contenders_finalize_norm import NormInputs
 from moetail.numerics import Numerics
 from moetail.quantization import Quant, Quantized
 
 _QUANT = Quant.FP8_GROUP128
-_VLLM = "finalize_norm, then vllm per_token_group_fp8_quant"
 
 
 def _buffers(x: KernelInputs) -> Quantized:
@@ -41,9 +39,7 @@ def _contenders() -> tuple[list[Contender], list[str]]:
         Contender("finalize_norm, then torch's quantize", None, _then(_quantize)),
         Contender("finalize_norm, then inductor's quantize", None, _then(torch.compile(_quantize, dynamic=False))),
     ]
-    if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
-        return found, [_VLLM]
-    return [*found, Contender(_VLLM, None, _then_vllm)], []
+    return with_vllm(found, Contender("finalize_norm, then vllm per_token_group_fp8_quant", None, _then_vllm))
 
 
 def _quantize(h: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:

@@ -153,7 +153,7 @@ def run_case(
         samples, paired = timing.interleave(arms, rounds, lambda: progress(next(done), rounds), ranks.slowest, rest_us)
     state["after"] = machine_state.read(model.device)
 
-    outputs = {label: one.outputs() for label, one in timed.items()}
+    outputs = {arm: timed[arm].outputs() for arm in settings.arms}
     bits = ranks.total(differing_bits(outputs[baseline], outputs[ours]))
     again = (timed[label].outputs() for label in (CONTROL, baseline) * _REPEATS)
     repeat = ranks.total(max(differing_bits(outputs[baseline], one) for one in again))

@@ -23,7 +23,6 @@ from moetail.coverage import Launch, key_of
 from moetail.tuning import Bucket, Key, Shape
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-LAST_T = 32768  # what the largest T's config is used up to, where no model says how far it goes
 FIRST = (8, 1, 16, 64, 4096, 8192)  # what a run that is cut off has seen
 FINALISTS = 4
 _WORTH = 0.97

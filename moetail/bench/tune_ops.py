@@ -17,6 +17,7 @@ import torch
 
 from moetail.bench import edges
 from moetail.bench.contenders import KernelInputs
+from moetail.bench.contenders_finalize_mhc import MhcInputs
 from moetail.bench.contenders_finalize_norm import NormInputs
 from moetail.numerics import Numerics
 from moetail.ops import (
@@ -99,22 +100,17 @@ def finalize_norm(shape: Shape, T: int, device: torch.device) -> Bench:
 
 def finalize_mhc(shape: Shape, T: int, device: torch.device) -> Bench:
     K, H, hc = shape["K"], shape["H"], shape["hc"]
-    inputs = _sets(lambda: NormInputs.random(T, K, H, device), each=1 + hc // 2)
-    streams = [torch.randn(2, T, hc, H, device=device, dtype=torch.bfloat16) for _ in inputs]
-    post, pre = torch.rand(2, T, hc, device=device)
-    comb = torch.rand(T, hc, hc, device=device)
-    residuals = {id(x): s for x, s in zip(inputs, streams, strict=True)}
+    inputs = _sets(lambda: MhcInputs.random(T, K, H, device, hc=hc))
 
-    def run(x: NormInputs, config: RowConfig) -> None:
-        old, new = residuals[id(x)]
+    def run(x: MhcInputs, config: RowConfig) -> None:
         finalize_mhc_triton.launch(
-            x.rows, x.row_map, x.weights, x.shared, None, None, 1.0, Numerics.TRTLLM, old, post, comb, pre,
-            x.norm_weight, _EPS, x.out, new, config=config,
+            x.rows, x.row_map, x.weights, x.shared, None, None, 1.0, Numerics.TRTLLM, x.residual, x.post_mix, x.res_mix,
+            x.pre_mix, x.norm_weight, _EPS, x.out, x.residual_out, config=config,
         )  # fmt: skip
 
     guess = epilogue_triton.heuristic(finalize_mhc_triton.ROW_SHAPES, T, H, 2)
     sink = torch.empty_like(inputs[0].out)
-    return _between_edges(inputs, guess, _rows(H), run, lambda x: [x.out, residuals[id(x)][1]], sink)
+    return _between_edges(inputs, guess, _rows(H), run, lambda x: [x.out, x.residual_out], sink)
 
 
 def route(shape: Shape, T: int, device: torch.device) -> Bench:
@@ -205,10 +201,10 @@ def _rows(H: int) -> tuple[RowConfig, ...]:
     return tuple(config for config in ROWS if 4 <= H // (32 * config.warps) <= 64) or ROWS
 
 
-def _sets(make: Callable[[], Any], each: int = 1) -> list[Any]:
-    """So many sets of inputs that no call finds its own in the L2 cache; a set is `each` times as large as it says."""
+def _sets(make: Callable[[], Any]) -> list[Any]:
+    """So many sets of inputs that no call finds its own in the L2 cache."""
     first = make()
-    count = max(2, min(64, _SETS_BYTES // (each * first.num_bytes(Numerics.TRTLLM))))
+    count = max(2, min(64, _SETS_BYTES // first.num_bytes(Numerics.TRTLLM)))
     return [first, *(make() for _ in range(count - 1))]
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from moetail.cli import records
 from moetail.cli.app import FAILED, SLOWER, bench
-from moetail.cli.arguments import parse_device, parse_verdicts
+from moetail.cli.arguments import parse_verdicts
 from moetail.cli.terminal import fail, progress_bar, show
 
 _PROMPT = 128  # tokens of the prompts whose answers are compared
@@ -55,14 +55,13 @@ def serve(
         cases = [bench_serve.parse_case(text) for text in case or ["decode=8"]]
         if not torch.cuda.is_available():
             raise ValueError("bench serve must run on a machine with a CUDA GPU, got none")
-        device = parse_device("cuda")
         records.check_writable(json)
         further = json_module.loads(extra)
         asked = {"model": model, "cases": case, "layers": layers, "quant": quant, "tokens": tokens, "rounds": rounds,
                  "eager": eager, "extra": further}  # fmt: skip
         rows: list[dict[str, Any]] = []
         with contextlib.ExitStack() as stack:
-            ranks, _ = stack.enter_context(bench_ranks.join(device))
+            ranks, _ = stack.enter_context(bench_ranks.join(torch.device("cuda")))
             root = Path(tempfile.gettempdir()) / "moetail-serve"  # the same again: vLLM's compile cache knows the path
             options = engines.Options(
                 serve_models.folder(model, root, layers, quant),

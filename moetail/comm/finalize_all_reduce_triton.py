@@ -121,14 +121,11 @@ def launch(
     epilogue: Epilogue = Epilogue(),
 ) -> None:
     """Write `out` [T, H]. The arguments are checked, `numerics` is concrete; T may be 0."""
-    (T, K), (R, H) = row_map.shape, rows.shape
+    K, (R, H) = row_map.shape[1], rows.shape
     facts = Facts.of(K, H, numerics, routed_scale, place.pdl(rows.device))
-    strides = (
-        *row_map.stride(), *((0, 0) if weights is None else weights.stride()),
-        0 if shared_gate is None else shared_gate.stride(0),
-    )  # fmt: skip
     tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows)
-    _launch(tensors, (T, R, *strides, float(routed_scale)), control, place, out, epilogue, facts, finalize=True)
+    numbers = finalize_numbers(row_map, weights, shared_gate, R, routed_scale)
+    _launch(tensors, numbers, control, place, out, epilogue, facts, finalize=True)
 
 
 def launch_all_reduce(
@@ -165,6 +162,15 @@ def _launch(
         _finalize_all_reduce_kernel[(grid,)](
             *tensors, *numbers, float(e.eps), *mixes, place.rank, *strides, layout.slot_elements, **options
         )  # fmt: skip
+
+
+def finalize_numbers(
+    row_map: torch.Tensor, weights: torch.Tensor | None, shared_gate: torch.Tensor | None, R: int, routed_scale: float
+) -> tuple[Any, ...]:
+    """T, R, the strides that are not specialized, and the scale, in both kernels' order."""
+    weights_strides = (0, 0) if weights is None else weights.stride()
+    gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
+    return row_map.shape[0], R, *row_map.stride(), *weights_strides, gate_stride, float(routed_scale)
 
 
 def operands(

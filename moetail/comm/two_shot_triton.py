@@ -146,10 +146,7 @@ def launch_reduce_scatter(
     inputs = (rows, row_map, weights, shared, shared_gate, num_valid_rows)
     tensors, strides, mixes = one_shot.operands(inputs, control, out, e)
     constants = one_shot.shared_constants(e, facts, place, finalize=True)
-    numbers = (
-        T, R, *row_map.stride(), *((0, 0) if weights is None else weights.stride()),
-        0 if shared_gate is None else shared_gate.stride(0), float(routed_scale), float(e.eps), *mixes,
-    )  # fmt: skip
+    numbers = (*one_shot.finalize_numbers(row_map, weights, shared_gate, R, routed_scale), float(e.eps), *mixes)
     dtypes, kind = tuple(None if t is None else t.dtype for t in tensors), Kind.FINALIZE_REDUCE_SCATTER
     _compile_scatter(
         rows.device, dtypes, strides, layout, numbers[3:6:2], place.ranks, tuple(sorted(constants.items()))

@@ -109,7 +109,9 @@ def moe_layer(
 def expert_rows(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, limit: float
 ) -> UnfinalizedMoEOutput:
-    """x [T, H] through the experts ids [T, K]: one row a slot, sorted by expert. No host sync."""
+    """x [T, H] through the experts ids [T, K]: one row a slot, sorted by expert. No host sync.
+
+    Not `GroupedMMExperts`, which rounds its gate, up and silu too, as transformers does: this model rounds once."""
     by_expert = permute(ids, w13.shape[0])
     tokens = by_expert.source // ids.shape[1]
     inner = functional.grouped_mm(x.index_select(0, tokens), w13.transpose(1, 2), offs=by_expert.offsets)

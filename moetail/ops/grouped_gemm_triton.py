@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +25,8 @@ import triton
 import triton.language as tl
 
 from moetail import tuning
-from moetail.ops.finalize_triton import _to, has_pdl
+from moetail.ops.finalize_triton import _INTERPRET, _to, has_pdl
 
-_INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _SHARED_BYTES = 227 * 1024  # of one program on sm_90
 
 

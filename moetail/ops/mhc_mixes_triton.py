@@ -11,16 +11,13 @@ not depend on its batch. Programmatic dependent launch as in `finalize_triton.py
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from moetail.ops.finalize_triton import has_pdl
-
-_INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from moetail.ops.finalize_triton import _INTERPRET, has_pdl
 
 # At 20480 columns one tile of tokens makes 80 programs; a longer slice would leave more of an H200 idle at decode. Not
 # yet timed.

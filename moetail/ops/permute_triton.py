@@ -36,8 +36,10 @@ class PermuteConfig:
 
 
 HEURISTIC = PermuteConfig(4, 128)
-CANDIDATES = (HEURISTIC, *(PermuteConfig(a, p) for a in (1, 2, 8, 16) for p in (128,)), PermuteConfig(4, 64),
-              PermuteConfig(4, 256))  # fmt: skip
+CANDIDATES = (
+    HEURISTIC, *(PermuteConfig(one_launch, 128) for one_launch in (1, 2, 8, 16)), PermuteConfig(4, 64),
+    PermuteConfig(4, 256),
+)  # fmt: skip
 
 
 def programs(slots: int, config: PermuteConfig = HEURISTIC) -> tuple[int, int]:

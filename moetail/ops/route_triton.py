@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +22,9 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from moetail import tuning
-from moetail.ops.finalize_triton import _sigmoid, has_pdl
+from moetail.ops.finalize_triton import _INTERPRET, _sigmoid, has_pdl
 from moetail.routing import Router
 
-_INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _MASKED = tl.constexpr(-0x7F800001)  # the key of -inf
 _DEAD = tl.constexpr(-0x80000000)  # below the key of every number: not an expert, or taken
 

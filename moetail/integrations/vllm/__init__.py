@@ -63,9 +63,7 @@ def explain(model: Any) -> list[LayerReport]:
     for name, module in model.named_modules():
         tail = getattr(module, "tail", None)
         if tail is not None and hasattr(module, "routed_experts"):
-            decision = tail.decision
-            reason = f"{decision.reason.value}{f': {decision.detail}' if decision.detail else ''}"
-            rows.append(LayerReport(name, decision.path.value, reason, tail.calls, tail.finished))
+            rows.append(LayerReport(name, tail.decision.path.value, tail.decision.why, tail.calls, tail.finished))
         elif hasattr(module, "routed_experts") and hasattr(module, "_forward_impl"):
             rows.append(LayerReport(name, "stock", f"its runner is {type(module).__name__}", 0, 0))
     return rows

@@ -100,8 +100,12 @@ class Decision:
     reason: Reason
     detail: str = ""
 
+    @property
+    def why(self) -> str:
+        return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
+
     def __str__(self) -> str:
-        return f"{self.path.value} ({self.reason.value}{f': {self.detail}' if self.detail else ''})"
+        return f"{self.path.value} ({self.why})"
 
 
 # Experts whose reduction can be taken over, by class name; `hooks.py` says how. The two "Or" hold two others.

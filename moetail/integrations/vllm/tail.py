@@ -66,22 +66,16 @@ class Tail:
     def _added(
         self, rows: Any, row_map: Any, weights: Any, shared: Any, num_valid_rows: Any, numerics: Numerics
     ) -> Any:
-        scale = self._runner.routed_scaling_factor
+        args = (rows, row_map, weights, shared)
+        options = {"routed_scale": self._runner.routed_scaling_factor, "num_valid_rows": num_valid_rows,
+                   "numerics": numerics}  # fmt: skip
         if self.decision.path is Path.FUSED:
-            return finalize(
-                rows, row_map, weights, shared, routed_scale=scale, num_valid_rows=num_valid_rows, numerics=numerics
-            )
+            return finalize(*args, **options)
         workspace = self._runner.tail_workspace(rows.shape[1], rows.dtype)
         if workspace is not None and row_map.shape[0] <= workspace.max_tokens:
             workspace.check()
-            return finalize_all_reduce(
-                rows, row_map, weights, shared, workspace=workspace, routed_scale=scale,
-                num_valid_rows=num_valid_rows, numerics=numerics,
-            )  # fmt: skip
-        y = finalize(
-            rows, row_map, weights, shared, routed_scale=scale, num_valid_rows=num_valid_rows, numerics=numerics
-        )
-        return self._runner.reduce_over_ranks(y)
+            return finalize_all_reduce(*args, workspace=workspace, **options)
+        return self._runner.reduce_over_ranks(finalize(*args, **options))
 
     def _shared(self, call: Call) -> torch.Tensor:
         """The shared experts' output, on the current stream. It stays where the runner will pop it."""
