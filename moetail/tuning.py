@@ -214,14 +214,38 @@ def config_files() -> list[Path]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """A file's entries. Raises: ValueError where it is not a config file of this schema."""
+    """A file's entries. Raises: ValueError where it is not a config file of this schema, or names the entry of it that
+    is not whole, and what of it."""
     try:
         content = json.loads(path.read_text())
         if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']}")
-        return content["entries"]
+        entries = content["entries"]
+        if not isinstance(entries, list):
+            raise ValueError(f"its entries are {type(entries).__name__}")
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"config file {path} must be JSON of schema {SCHEMA} with entries: {error}") from error
+    for index, one in enumerate(entries):
+        where = f"config file {path}: entry {index}"
+        _check_fields(where, one, _ENTRY_FIELDS)
+        for bucket_index, bucket in enumerate(one["buckets"]):
+            _check_fields(f"{where} ({shape_of(one)} on {one['gpu']}): bucket {bucket_index}", bucket, _BUCKET_FIELDS)
+    return entries
+
+
+_ENTRY_FIELDS: dict[str, type] = {
+    "op": str, "gpu": str, "dims": dict, "dtype": str, "source": str, "triton": str, "buckets": list
+}  # fmt: skip
+_BUCKET_FIELDS: dict[str, type] = {"min_T": int, "max_T": int, "tuned_T": int, "config": dict}
+
+
+def _check_fields(where: str, mapping: Any, kinds: dict[str, type]) -> None:
+    if not isinstance(mapping, dict):
+        raise ValueError(f"{where} must be an object with {', '.join(kinds)}, got {mapping!r}")
+    for name, kind in kinds.items():
+        if not isinstance(mapping.get(name), kind):
+            got = repr(mapping[name]) if name in mapping else "no such field"
+            raise ValueError(f"{where} must have {name} of type {kind.__name__}, got {got}")
 
 
 def shape_of(entry: dict[str, Any]) -> Shape:

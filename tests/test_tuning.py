@@ -88,11 +88,35 @@ def test_a_stale_entry_is_reported_and_not_used(folder, field):
         assert [p.answer.how for p in tuning.segments(KEY, 1, 900)] == ["stale"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"schema": 1, "entries": []}', '{"schema": 2}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"schema": 1, "entries": []}', '{"schema": 2, "entries": {}}', '{"schema": 2}']
+)
 def test_a_file_that_is_none_is_an_error(folder, content):
     (folder / "gpu.json").write_text(content)
     with pytest.raises(ValueError, match=r"^config file .*gpu\.json must be"):
         tuning.lookup(KEY, 1)
+
+
+BROKEN = {
+    "no-gpu": (lambda e: e.pop("gpu"), "entry 1 must have gpu of type str, got no such field"),
+    "dims-a-list": (lambda e: e.update(dims=[6]), r"entry 1 must have dims of type dict, got \[6\]"),
+    "no-config": (
+        lambda e: e["buckets"][2].pop("config"),
+        r"entry 1 \(finalize K=6 H=5120 on NVIDIA Test\): bucket 2 must have config of type dict, got no such field",
+    ),
+    "T-a-string": (lambda e: e["buckets"][0].update(max_T="9"), "bucket 0 must have max_T of type int, got '9'"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), BROKEN.values(), ids=BROKEN)
+def test_an_entry_that_is_not_whole_is_named(folder, damage, says):
+    write(folder)
+    content = json.loads((folder / "gpu.json").read_text())
+    content["entries"].append(json.loads(json.dumps(content["entries"][0])))
+    damage(content["entries"][1])
+    (folder / "gpu.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"^config file .*gpu\.json: .*{says}"):
+        tuning.read(folder / "gpu.json")
 
 
 def test_a_gpu_is_named_by_a_part_of_its_name(folder):
