@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def tune(
-    out: Annotated[Path, typer.Option(help="the config file to write")],
+    out: Annotated[Path, typer.Option(help="the config file of this GPU; its entries of other shapes stay")],
     op: Annotated[str | None, typer.Argument(help="one op; default: all that --model launches")] = None,
     model: Annotated[str | None, typer.Option(help="as `moetail coverage`: tune what it launches")] = None,
     tp: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks, with --model")] = 1,
@@ -28,13 +28,14 @@ def tune(
         list[str] | None, typer.Option(help="finalize: K,H; grouped_gemm: E,K,H,I of this rank; may be repeated")
     ] = None,
     time_limit: Annotated[float | None, typer.Option(min=1, help="seconds after which nothing new is begun")] = None,
-    resume: Annotated[bool, typer.Option(help="go on with what --out has")] = False,
+    resume: Annotated[bool, typer.Option(help="do not measure again what --out has of these shapes")] = False,
 ) -> None:
     """Measure the configs of kernels on this GPU and write, for each shape and number of tokens, the heuristic's or one
     that beats it by 3 %.
 
     The most important come first: the grouped GEMMs at 8, 1, 16, 64, 4096 and 8192 tokens. The file is written after
-    each measurement and says what is missing; Ctrl-C and the time limit keep it, --resume goes on behind it.
+    each measurement and says what is missing; Ctrl-C and the time limit keep it, --resume goes on behind it. One file
+    holds a GPU: entries of shapes that this run does not measure stay in it.
     Used are the files in the package's `configs` folder and in MOETAIL_CONFIGS.
     Exit code: 0, also at the time limit; 2 for bad input; 130 where interrupted.
     """
