@@ -24,6 +24,9 @@ def tune(
     model: Annotated[str | None, typer.Option(help="as `moetail coverage`: tune what it launches")] = None,
     tp: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks, with --model")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="the largest call")] = 8192,
+    shared_slots: Annotated[
+        int, typer.Option(min=0, help="shared experts that are slots of the experts, with --model")
+    ] = 0,
     shape: Annotated[
         list[str] | None, typer.Option(help="finalize: K,H; grouped_gemm: E,K,H,I of this rank; may be repeated")
     ] = None,
@@ -47,7 +50,7 @@ def tune(
 
         if op is not None and op not in (*coverage.FORMS, "route"):
             raise ValueError(f"op must be one of {', '.join(coverage.FORMS)}, route, got {op!r}")
-        launches = _launches(op, model, tp, max_tokens, shape)
+        launches = _launches(op, model, tp, max_tokens, shared_slots, shape)
         if not torch.cuda.is_available():
             raise ValueError("tune needs a CUDA GPU, got none: the CPU kernel has nothing to tune")
         from moetail.bench import timing
@@ -74,7 +77,7 @@ def tune(
 
 
 def _launches(
-    op: str | None, model: str | None, tp: int, max_tokens: int, shape: list[str] | None
+    op: str | None, model: str | None, tp: int, max_tokens: int, shared_slots: int, shape: list[str] | None
 ) -> tuple[Launch, ...]:
     """Raises: ValueError where it is not clear what to tune."""
     from moetail import coverage
@@ -82,7 +85,7 @@ def _launches(
     if model is not None:
         if shape:
             raise ValueError(f"shape must be left out with --model, got {shape[0]!r}")
-        found = coverage.launches(model_facts(model), tp, max_tokens)
+        found = coverage.launches(model_facts(model).with_shared_slots(shared_slots), tp, max_tokens)
         return tuple(one for one in found if op in (None, one.shape.op))
     if op is None:
         raise ValueError("op must be given without --model, got none")
