@@ -3,6 +3,8 @@ not what it knows. Against vLLM's own code: test_vllm_real.py."""
 
 import json
 import logging
+import os
+import subprocess
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,6 +276,28 @@ def test_a_report_tells_what_vllms_all_reduce_finished(counts, said):
     layer.routed_experts, layer.tail = None, tail
     (row,) = vllm.explain(layer)
     assert said in str(row) and (row.calls, row.finished, row.summed_by_vllm) == counts
+
+
+@pytest.mark.parametrize(
+    ("parts", "fails", "code", "last", "ran"),
+    [(["bits", "smoke"], "none", 0, "== end", 2), (["bits", "smoke"], "pytest", 1, "failed: bits (exit code 7)", 2),
+     (["smoke", "bits", "eager"], "serve", 1, "failed: smoke (exit code 7) eager (exit code 7)", 3),
+     (["tp2", "bits"], "nproc-per-node", 1, "failed: tp2 (exit code 7)", 2), (["bits", "other"], "none", 2, "", 0)],
+    ids=["none", "the-first", "two-of-three", "behind-torchrun", "unknown"],
+)  # fmt: skip
+def test_the_gpu_script_says_which_part_failed(tmp_path, parts, fails, code, last, ran):
+    """With a python3 that says nothing and fails where its arguments hold `fails`."""
+    for name, text in (("python3", f'echo "$*" >> {tmp_path}/ran\ncase "$*" in *{fails}*) exit 7 ;; esac'),
+                       ("nvidia-smi", "echo NVIDIA Test")):  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "ran").touch()
+    script = Path(__file__).parent.parent / "scripts" / "vllm_gpu.sh"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    done = subprocess.run(["bash", script, *parts], capture_output=True, text=True, env=env)
+    said = (done.stdout.strip().splitlines() or [""])[-1]
+    assert done.returncode == code and said.startswith(last), done.stdout + done.stderr
+    assert len((tmp_path / "ran").read_text().splitlines()) == ran
 
 
 def test_the_known_releases_have_what_is_needed():
