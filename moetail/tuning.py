@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import os
+import shlex
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -93,14 +94,15 @@ class Segment:
 @dataclass(frozen=True)
 class _Found:
     buckets: tuple[Bucket, ...]
-    stale: str  # what the stale entry was tuned with; "": there is none
+    stale: str = ""  # what the stale entry was tuned with; "": there is none
+    path: Path = Path()  # of the stale entry's file
 
 
 def lookup(key: Key, T: int) -> Answer:
     """The tuned config for T tokens, and how well it is covered. A stale entry warns, once a key."""
     found = _read_entry(key)
     if found.stale:
-        _warn_stale(key, found.stale)
+        _warn_stale(key, found)
     return _answer(found, T)
 
 
@@ -165,8 +167,8 @@ def forget() -> None:
 
 @functools.cache
 def _read_entry(key: Key) -> _Found:
-    """Every interval of the entry for this key, or what is stale about it."""
-    stale = ""
+    """Every interval of the entry for this key, or what is stale about the first that is."""
+    stale = _Found(())
     for path in config_files():
         for entry in read(path):
             if (shape_of(entry), entry["gpu"]) != (key.shape, key.gpu):
@@ -176,19 +178,20 @@ def _read_entry(key: Key) -> _Found:
                     tuple(
                         Bucket(b["min_T"], b["max_T"], b["tuned_T"], tuple(sorted(b["config"].items())))
                         for b in entry["buckets"]
-                    ),
-                    "",
+                    )
                 )
-            stale = (f"{path.name}: tuned with kernel {entry['source']}, Triton {entry['triton']}; "
-                     f"now {key.source}, {key.triton}")  # fmt: skip
-    return _Found((), stale)
+            if not stale.stale:
+                why = (f"{path.name}: tuned with kernel {entry['source']}, Triton {entry['triton']}; "
+                       f"now {key.source}, {key.triton}")  # fmt: skip
+                stale = _Found((), why, path)
+    return stale
 
 
 @functools.cache
-def _warn_stale(key: Key, why: str) -> None:
+def _warn_stale(key: Key, found: _Found) -> None:
     warnings.warn(
-        f"moetail: the configs of {key.shape} on {key.gpu} are stale ({why}): the heuristic is used; run moetail tune "
-        f"{key.shape.op}",
+        f"moetail: the configs of {key.shape} {key.shape.dtype} on {key.gpu} are stale ({found.stale}): the heuristic "
+        f"is used; measure them again with: moetail tune --stale --out {shlex.quote(str(found.path))}",
         RuntimeWarning,
         stacklevel=4,
     )
@@ -265,15 +268,16 @@ def entry(key: Key, buckets: Sequence[tuple[Bucket, dict[str, Any]]]) -> dict[st
 
 
 def gpu_named(text: str) -> tuple[str, str]:
-    """(the GPU, Triton) of the one GPU in the files whose name contains `text`, in any case: "h200".
+    """(the GPU, Triton) of the one pair in the files that contains `text`, in any case: "h200", "h200, triton 3.6".
 
     Raises: ValueError where no file, or more than one GPU or Triton, is meant.
     """
     known = {(entry["gpu"], entry["triton"]) for path in config_files() for entry in read(path)}
-    meant = sorted(pair for pair in known if text.lower() in pair[0].lower())
+    names = {pair: f"{pair[0]}, Triton {pair[1]}" for pair in known}
+    meant = sorted(pair for pair in known if text.lower() in names[pair].lower())
     if len(meant) != 1:
-        names = "; ".join(f"{gpu}, Triton {version}" for gpu, version in meant or sorted(known))
-        raise ValueError(f"gpu must name one GPU of the config files ({names or 'there are none'}), got {text!r}")
+        choice = "; ".join(names[pair] for pair in meant or sorted(known))
+        raise ValueError(f"gpu must name one GPU of the config files ({choice or 'there are none'}), got {text!r}")
     return meant[0]
 
 

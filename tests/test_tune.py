@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 from dataclasses import dataclass
 
 import pytest
@@ -235,6 +236,31 @@ def test_a_file_that_is_not_of_configs_is_not_overwritten(folder, measured):
     assert (folder / "gpu.json").read_text() == "mine" and measured == []
 
 
+@pytest.mark.parametrize("field", ["source", "triton"])
+def test_the_command_of_the_stale_warning_measures_again_what_is_stale(folder, measured, monkeypatch, field):
+    path = folder / "a folder" / "gpu.json"
+    monkeypatch.setenv("MOETAIL_CONFIGS", str(path.parent))
+    other = Shape("finalize", (("K", 8), ("H", 64)))
+    run(path)
+    run(path, shape=other)
+    content = json.loads(path.read_text())
+    content["entries"][0][field] = "another"
+    path.write_text(json.dumps(content))
+    with pytest.warns(RuntimeWarning, match="are stale") as warned:
+        assert answers(8, 3) == [("stale", None)] * 2
+    command = shlex.split(str(warned[0].message).partition("with: moetail ")[2])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for stop_at, code, seen in ((2, cli.INTERRUPTED, [8, 1, 16]), (None, cli.OK, [2, 32]), (None, cli.OK, [])):
+        measured.clear()
+        measured.stop_at = stop_at
+        result = CliRunner().invoke(cli.app, command)
+        assert (result.exit_code, measured) == (code, seen), result.output
+        assert ("the same command goes on" in result.output) == (code == cli.INTERRUPTED)
+    assert answers(8, 3, 40) == [("exact", 18.0), ("bucket", 12.0), ("bucket", 42.0)]
+    assert answers(8, shape=other) == [("exact", 18.0)] and json.loads(path.read_text())["complete"]
+    assert len(json.loads(path.read_text())["entries"]) == (2 if field == "source" else 3)
+
+
 def test_the_time_limit_begins_nothing_new(folder, measured):
     left = run(folder / "gpu.json", go_on=lambda: len(measured) < 2)
     assert measured == [8, 1] and [job.T for job in left] == [16, 2, 4, 32]
@@ -247,7 +273,8 @@ def test_within():
 
 @pytest.mark.parametrize(
     ("args", "says"),
-    [(["attention"], "op must be one of"), ([], "op must be given without --model"),
+    [(["finalize", "--stale"], "stale must be without an op"), (["attention"], "op must be one of"),
+     ([], "op must be given without --model"),
      (["route", "--shape", "8,2"], "op must be tuned with --model"), (["finalize"], "shape must be K,H"),
      (["grouped_gemm", "--shape", "8,2"], "shape must be E,K,H,I"),
      (["finalize", "--shape", "6,5120"], "needs a CUDA GPU"),

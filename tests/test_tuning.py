@@ -79,7 +79,8 @@ def test_another_call_is_not_covered(folder, other):
 @pytest.mark.parametrize("field", ["source", "triton"])
 def test_a_stale_entry_is_reported_and_not_used(folder, field):
     write(folder, Key(**{**vars(KEY), field: "old"}))
-    with pytest.warns(RuntimeWarning, match="stale.*run moetail tune finalize"):
+    says = r"K=6 H=5120 bfloat16 .* stale.*with: moetail tune --stale --out .*gpu\.json$"
+    with pytest.warns(RuntimeWarning, match=says):
         answer = tuning.lookup(KEY, 1)
     assert (answer.how, answer.config) == ("stale", None) and "old" in answer.why
     with warnings.catch_warnings():
@@ -122,6 +123,11 @@ def test_an_entry_that_is_not_whole_is_named(folder, damage, says):
 def test_a_gpu_is_named_by_a_part_of_its_name(folder):
     write(folder)
     assert tuning.gpu_named("test") == ("NVIDIA Test", "3.6.0")
+    content = json.loads((folder / "gpu.json").read_text())
+    (folder / "new.json").write_text(json.dumps({**content, "entries": [{**content["entries"][0], "triton": "3.9.0"}]}))
+    assert tuning.gpu_named("test, Triton 3.6") == ("NVIDIA Test", "3.6.0")
+    with pytest.raises(ValueError, match=r"NVIDIA Test, Triton 3\.6\.0; NVIDIA Test, Triton 3\.9\.0\), got 'test'"):
+        tuning.gpu_named("test")
     with pytest.raises(ValueError, match=r"^gpu must name one GPU of the config files \(.*NVIDIA Test.*\), got 'h900'"):
         tuning.gpu_named("h900")
 

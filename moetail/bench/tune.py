@@ -68,6 +68,37 @@ def jobs(launches: Iterable[Launch]) -> list[Job]:
     return sorted(found, key=order)
 
 
+def stale_launches(path: Path, gpu: str) -> list[Launch]:
+    """What a file has for this GPU of another kernel or Triton, and what a run did not reach: to be measured again.
+
+    Raises: ValueError for a file that is none, and for an entry that is not one of this tuner's.
+    """
+    triton = tuning.triton_version()
+    spans: dict[Shape, list[tuple[int, int]]] = {}
+    fresh: set[Shape] = set()
+    for entry in tuning.read(path):
+        if entry["gpu"] != gpu:
+            continue
+        shape = tuning.shape_of(entry)
+        if shape.op not in MAKERS or shape.dtype != _DTYPES.get(shape.op, "bfloat16"):
+            raise ValueError(f"config file {path} must be of what tune measures, got {shape} {shape.dtype}")
+        spans.setdefault(shape, []).extend((b["min_T"], b["max_T"]) for b in entry["buckets"])
+        if Key(shape, gpu, entry["source"], entry["triton"]) == key_of(shape, gpu, triton):
+            fresh.add(shape)
+    for one in _unreached(path):
+        shape = Shape(one["op"], tuple(one["dims"].items()), _DTYPES.get(one["op"], "bfloat16"))
+        spans.setdefault(shape, []).append((one.get("min_T", one["T"]), one.get("max_T", one["T"])))
+        fresh.discard(shape)
+    return [
+        Launch(shape, min(first for first, _ in span), max(last for _, last in span))
+        for shape, span in spans.items()
+        if span and shape not in fresh
+    ]
+
+
+_DTYPES = {"route": "float32"}  # of the inputs that MAKERS make; the others' are bf16
+
+
 def tune(
     wanted: Sequence[Job],
     device: torch.device,
@@ -181,11 +212,19 @@ def content(
         ] + before.beyond.get(shape, [])
         if buckets:
             entries.append(tuning.entry(key, buckets))
-    missing = [*before.missing, *({"op": job.shape.op, "dims": dict(job.shape.dims), "T": job.T} for job in left)]
+    missing = [*before.missing, *(_missing(job) for job in left)]
     return {
         "schema": tuning.SCHEMA, "machine": machine, "complete": not missing, "missing": missing,
         "entries": entries,
     }  # fmt: skip
+
+
+def _missing(job: Job) -> dict[str, Any]:
+    return {"op": job.shape.op, "dims": dict(job.shape.dims), "T": job.T, "min_T": job.min_T, "max_T": job.max_T}
+
+
+def _unreached(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text()).get("missing", [])
 
 
 _INTERVAL = ("min_T", "max_T", "tuned_T", "config")
@@ -216,5 +255,5 @@ def _before(path: Path, wanted: Sequence[Job], keys: dict[Shape, Key], resume: b
                     known[shape, bucket["tuned_T"]] = Found(bucket["config"], "kept", measured)
     found = {job: known[job.shape, job.T] for job in wanted if (job.shape, job.T) in known}
     mine = [(shape.op, dict(shape.dims)) for shape in keys]
-    missing = [one for one in json.loads(path.read_text()).get("missing", []) if (one["op"], one["dims"]) not in mine]
+    missing = [one for one in _unreached(path) if (one["op"], one["dims"]) not in mine]
     return Before(entries, missing, found, beyond)

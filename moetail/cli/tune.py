@@ -31,6 +31,9 @@ def tune(
         list[str] | None, typer.Option(help="finalize: K,H; grouped_gemm: E,K,H,I of this rank; may be repeated")
     ] = None,
     time_limit: Annotated[float | None, typer.Option(min=1, help="seconds after which nothing new is begun")] = None,
+    stale: Annotated[
+        bool, typer.Option(help="what --out has of another kernel or Triton, or was not reached, and nothing else")
+    ] = False,
     resume: Annotated[bool, typer.Option(help="do not measure again what --out has of these shapes")] = False,
 ) -> None:
     """Measure the configs of kernels on this GPU and write, for each shape and number of tokens, the heuristic's or one
@@ -39,6 +42,7 @@ def tune(
     The most important come first: the grouped GEMMs at 8, 1, 16, 64, 4096 and 8192 tokens. The file is written after
     each measurement and says what is missing; Ctrl-C and the time limit keep it, --resume goes on behind it. One file
     holds a GPU: entries of shapes that this run does not measure stay in it.
+    --stale measures again what a new kernel or Triton made useless.
     Used are the files in the package's `configs` folder and in MOETAIL_CONFIGS.
     Exit code: 0, also at the time limit; 2 for bad input; 130 where interrupted.
     """
@@ -50,12 +54,19 @@ def tune(
 
         if op is not None and op not in (*coverage.FORMS, "route"):
             raise ValueError(f"op must be one of {', '.join(coverage.FORMS)}, route, got {op!r}")
-        launches = _launches(op, model, tp, max_tokens, shared_slots, shape)
+        if stale and (op or model or shape):
+            raise ValueError(f"stale must be without an op, --model and --shape, got {op or model or shape}")
+        launches = () if stale else _launches(op, model, tp, max_tokens, shared_slots, shape)
         if not torch.cuda.is_available():
             raise ValueError("tune needs a CUDA GPU, got none: the CPU kernel has nothing to tune")
         from moetail.bench import timing
         from moetail.bench import tune as bench_tune
 
+        if stale:
+            resume = True  # an entry that a run was interrupted in
+            launches = tuple(bench_tune.stale_launches(out, torch.cuda.get_device_name(0)))
+            if not launches:
+                errors.print(f"{out}: nothing of this GPU is stale", highlight=False, soft_wrap=True)
         records.check_writable(out)
         jobs = bench_tune.jobs(launches)
         with progress_bar(errors) as progress:
@@ -70,10 +81,15 @@ def tune(
     except (ValueError, OSError, ModuleNotFoundError) as error:
         fail(errors, str(error))
     except KeyboardInterrupt:
-        errors.print(f"interrupted: {out} has what was measured; --resume goes on behind it", style="bold red")
+        errors.print(f"interrupted: {out} has what was measured; {_again(stale)} goes on behind it", style="bold red")
         raise typer.Exit(INTERRUPTED) from None
     if left:
-        errors.print(f"{len(left)} of {len(jobs)} were not reached in {time_limit:g} s; --resume goes on", style="bold")
+        errors.print(f"{len(left)} of {len(jobs)} were not reached in {time_limit:g} s; {_again(stale)} goes on",
+                     style="bold")  # fmt: skip
+
+
+def _again(stale: bool) -> str:
+    return "the same command" if stale else "--resume"
 
 
 def _launches(
