@@ -256,6 +256,7 @@ def test_the_command_of_the_stale_warning_measures_again_what_is_stale(folder, m
         result = CliRunner().invoke(cli.app, command)
         assert (result.exit_code, measured) == (code, seen), result.output
         assert ("the same command goes on" in result.output) == (code == cli.INTERRUPTED)
+        assert ("nothing of this GPU is stale" in result.output) == (seen == [])
     assert answers(8, 3, 40) == [("exact", 18.0), ("bucket", 12.0), ("bucket", 42.0)]
     assert answers(8, shape=other) == [("exact", 18.0)] and json.loads(path.read_text())["complete"]
     assert len(json.loads(path.read_text())["entries"]) == (2 if field == "source" else 3)
