@@ -16,10 +16,10 @@ import json
 import os
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ HOW = ("stale", "heuristic", "bucket", "exact")  # from worst to best
 
 Config = tuple[tuple[str, Any], ...]
 _C = TypeVar("_C")
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,21 @@ def _answer(found: _Found, T: int) -> Answer:
 
 def tuned(kind: type[_C], device: torch.device, shape: Shape, source: str, T: int) -> _C | None:
     """The config of class `kind` for a call on this device; None: the heuristic's."""
-    return _tuned(kind, device, shape, source, T) if device.type == "cuda" else None  # type: ignore[arg-type]
+    return _tuned(kind, device, shape, source, T) if device.type == "cuda" else None
 
 
-@functools.lru_cache(maxsize=8192)
+def follows_files(config_for: Callable[_P, _C]) -> Callable[_P, _C]:
+    """A cache for an op's `config_for`, which `forget` clears. In front of the lookup, whose Shape is made and hashed
+    at each call: 0.10 us on the host against 5.6."""
+    cached = functools.lru_cache(maxsize=8192)(config_for)
+    _FOLLOWING.append(cached)
+    return cached  # type: ignore[return-value]
+
+
+_FOLLOWING: list[Any] = []
+
+
+@follows_files
 def _tuned(kind: type[_C], device: torch.device, shape: Shape, source: str, T: int) -> _C | None:
     config = lookup(key_on(device, shape, source), T).config
     return None if config is None else kind(**dict(config))
@@ -160,9 +172,8 @@ def key_on(device: torch.device, shape: Shape, source: str) -> Key:
 
 def forget() -> None:
     """Read the files again at the next lookup: for tests."""
-    _read_entry.cache_clear()
-    _tuned.cache_clear()
-    _warn_stale.cache_clear()
+    for cached in (_read_entry, _warn_stale, *_FOLLOWING):
+        cached.cache_clear()
 
 
 @functools.cache

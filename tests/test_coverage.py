@@ -71,7 +71,7 @@ def test_the_list_is_what_the_kernels_ask_for(monkeypatch):
     facts = ModelFacts("small", (LayerFacts(0, can_stop=True, has_shared_experts=True),), 2, 64, experts=(kind,))
     asked = set()
     monkeypatch.setattr(tuning, "tuned", lambda kind, device, shape, source, T: asked.add((shape, T)))
-    finalize_triton.config_for.cache_clear()
+    tuning.forget()
     up, down = torch.randn(4, 64, 64).bfloat16(), torch.randn(4, 64, 32).bfloat16()
     tokens = (1, 5, 20, 90)
     for T in tokens:
@@ -87,7 +87,7 @@ def test_the_list_is_what_the_kernels_ask_for(monkeypatch):
         grouped_gemm_triton.launch(hidden, up, *place, True, "swiglu", None, h)
         grouped_gemm_triton.launch(h, down, *place, False, None, None, rows)
         finalize_triton.launch(rows, row_map, weights, hidden, None, None, 1.0, moetail.Numerics.TRTLLM, hidden.clone())
-    finalize_triton.config_for.cache_clear()
+    tuning.forget()
     launches = coverage.launches(facts, tp=1, max_tokens=100)
     assert all(one.tunable for one in launches) and len(launches) == 1 + 3 * 3 + 1
     assert asked == {(one.shape, T) for one in launches for T in tokens if one.min_T <= T <= one.max_T}

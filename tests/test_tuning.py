@@ -1,7 +1,9 @@
 """Config lookup: exact, bucket, heuristic, stale; and that a config is time and never bits."""
 
+import importlib
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,6 +200,24 @@ def test_a_launch_gets_the_tuned_config_and_compiles_it(folder, monkeypatch):
         if hasattr(module, "config_for"):
             assert module.config_for(gpu, 9, *facts) == config != module.config_for(gpu, 10, *facts)
             assert config in module.every_config(gpu, *facts)
+
+
+@pytest.mark.parametrize("op", ["finalize", "finalize_mhc"])
+def test_a_new_file_is_seen_after_forget(folder, monkeypatch, op):
+    """By what a launch asks, which has a cache of its own in front of the lookup."""
+    from moetail import coverage
+
+    module = importlib.import_module(f"moetail.ops.{op}_triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: KEY.gpu)
+    gpu, facts = torch.device("cuda", 0), (3, 777, torch.bfloat16, *([4] if op == "finalize_mhc" else []))
+    guess = module.config_for(gpu, 9, *facts)
+    config = replace(guess, warps=32)
+    key = coverage.key_of(module.tuned_shape(*facts), KEY.gpu, tuning.triton_version())
+    entry = tuning.entry(key, [(Bucket(9, 9, 9, tuple(tuning.as_dict(config).items())), {})])
+    (folder / "gpu.json").write_text(json.dumps({"schema": tuning.SCHEMA, "entries": [entry]}))
+    assert module.config_for(gpu, 9, *facts) == guess != config
+    tuning.forget()
+    assert module.config_for(gpu, 9, *facts) == config
 
 
 def test_the_heuristic_answers_everywhere():
