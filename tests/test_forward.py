@@ -1,6 +1,8 @@
 """bench forward on a tiny model: the numbers it must get right, the input it must refuse, and what the tool prints."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -327,3 +329,30 @@ def test_a_throttled_machine_rests_before_each_run(loaded, monkeypatch, throttle
     result = forward.run_case(loaded, parse_case("prefill=4"), forward.Settings(("stock", "moetail"), 4))
     assert (result.rest_us > 0) == bool(throttled) and result.row()["rest_us"] == result.rest_us
     assert pauses[: 4 * 6] == [result.rest_us / 1e6] * 4 * 6  # four rounds of three arms, twice each
+
+
+def test_an_arm_takes_its_captures_in_turn(monkeypatch):
+    """Each run's time and outputs are those of one capture, and all captures come as often."""
+    made = []
+
+    def cuda_graph_arm(name, program, prepare):
+        program()
+        made.append(len(made))
+        return forward.timing.Arm(name, lambda us=float(made[-1]): us)
+
+    monkeypatch.setattr(forward.timing, "cuda_graph_arm", cuda_graph_arm)
+    calls = itertools.count()
+    work = SimpleNamespace(forward=lambda: (torch.tensor([float(next(calls))]),), restore=lambda: None)
+    model = SimpleNamespace(use=lambda arm: None, device=torch.device("cuda"))
+    timed = forward.timed_arm(model, "a", "a", work, forward.Ranks(), captures=3)
+    runs = [(timed.arm.run(), float(timed.held[-1][0])) for _ in range(6)]
+    assert runs == [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0)] * 2
+    assert float(timed.outputs()[0]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("device", "peak", "free", "captures"), [("cuda", 10, 80, 4), ("cuda", 11, 80, 1), ("cpu", 1, 10**9, 1)]
+)
+def test_captures_leave_half_of_the_memory(device, peak, free, captures, monkeypatch):
+    monkeypatch.setattr(forward.memory, "free_bytes", lambda device: free)
+    assert forward.num_captures(peak, forward.Ranks(), torch.device(device)) == captures

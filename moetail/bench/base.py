@@ -114,7 +114,7 @@ def run_case(
     parsed = parse_case(case)
     return forward.Result(
         model, parsed.name, forward.Settings((rev, HERE), rounds, routing), parsed.num_tokens, 1, rounds, samples,
-        dict.fromkeys(samples), ratio, aa, bits, repeat, None, None, None, 0.0, {}, (), state,
+        dict.fromkeys(samples), ratio, aa, bits, repeat, None, None, None, 0.0, 1, {}, (), state,
         forward.verdict_of(ratio, aa, bits, repeat, rev),
     )  # fmt: skip
 

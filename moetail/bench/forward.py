@@ -6,6 +6,7 @@ a rank. On CUDA each arm is a captured graph, on a CPU it is eager. What is comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,9 @@ _MIN_ROUNDS, _MAX_ROUNDS = 8, 200
 # A graph may run other kernels than eager mode does (attention without a mask), but must compute the same.
 _GRAPH_RMS = 0.02
 _REPLAYS = 5  # of a profile
+# Of an arm, run in turn: where a capture's tensors lie changes its time in every replay, by up to 1.1 % between two
+# captures of one program (H200, torch's grouped_mm, by the addresses of its operands).
+CAPTURES = 4
 # Runs of the baseline and of the control that must have the same bits: an attention kernel with a race passed one.
 _REPEATS = 4
 
@@ -49,7 +53,7 @@ class Result:
     `repeat_bits`: in how many bits two runs of the baseline differ, at most. `graph_rms`: how far the graph's outputs
     are from those of eager mode, relative; None where there is no graph. `ceiling_us`: what the tails, measured alone,
     allow the step to gain (on the rank where that is most: every rank must come to one verdict). `rest_us`: the pause
-    before each replay, of a GPU that is throttled.
+    before each replay, of a GPU that is throttled. `captures`: how many graphs an arm has (1 on a CPU, which has none).
     """
 
     model: str
@@ -68,6 +72,7 @@ class Result:
     tails: Tails | None
     ceiling_us: float | None
     rest_us: float
+    captures: int
     kernels: dict[str, int]
     grown: tuple[profile_diff.KernelDelta, ...]
     machine_state: dict[str, dict[str, Any]]
@@ -106,7 +111,7 @@ class Result:
             **({"note": tails.note} if tails is not None and tails.note else {}),
             "ceiling_us": self.ceiling_us, "arrives": self.arrives,
             "grown": [{"kernel": d.name, "us": d.delta_us} for d in self.grown],
-            "rest_us": self.rest_us, "machine_state": self.machine_state,
+            "rest_us": self.rest_us, "captures": self.captures, "machine_state": self.machine_state,
         }  # fmt: skip
 
 
@@ -140,7 +145,9 @@ def run_case(
         peaks[arm] = int(ranks.slowest(memory.peak_bytes(work.forward, model.device)))
         work.restore()
         eager[arm] = _copied(work.forward())
-    timed = {label: timed_arm(model, label, arm, work, ranks) for label, arm in _programs(settings.arms).items()}
+    programs = _programs(settings.arms)
+    captures = num_captures(len(programs) * max(peaks.values()), ranks, model.device)
+    timed = {label: timed_arm(model, label, arm, work, ranks, captures) for label, arm in programs.items()}
     arms = [one.arm for one in timed.values()]
 
     slowest_us = timing.warm_up(arms, seconds=1.0, slowest=ranks.slowest)
@@ -164,7 +171,8 @@ def run_case(
     ratio, aa = (stats.paired_ratio(paired[baseline], paired[other]) for other in (ours, CONTROL))
     result = Result(
         model.name, case.name, settings, case.num_tokens, ranks.world_size, rounds, samples,
-        {**peaks, CONTROL: peaks[baseline]}, ratio, aa, bits, repeat, rms, tails, ceiling_us, rest_us, {}, (), state,
+        {**peaks, CONTROL: peaks[baseline]}, ratio, aa, bits, repeat, rms, tails, ceiling_us, rest_us, captures, {}, (),
+        state,
         stats.Verdict("void", "not judged yet"),
     )  # fmt: skip
     verdict = verdict_of(ratio, aa, bits, repeat, baseline, rms, result.median_us(baseline), ceiling_us)
@@ -190,8 +198,17 @@ def _programs(arms: tuple[str, str]) -> dict[str, str]:
     return {**{arm: arm for arm in arms}, CONTROL: arms[0]}
 
 
-def timed_arm(model: StepModel, label: str, arm: str, work: Step, ranks: Ranks) -> TimedArm:
-    """An arm of the model on this step; captured, on CUDA."""
+def num_captures(peak_bytes: int, ranks: Ranks, device: torch.device) -> int:
+    """CAPTURES, or one where those of all arms, with peak_bytes each time, would take half of the memory. The same on
+    every rank: a capture meets the other ranks'."""
+    if device.type == "cpu":
+        return 1
+    least_free = -ranks.slowest(-float(memory.free_bytes(device)))
+    return CAPTURES if CAPTURES * peak_bytes <= least_free / 2 else 1
+
+
+def timed_arm(model: StepModel, label: str, arm: str, work: Step, ranks: Ranks, captures: int = 1) -> TimedArm:
+    """An arm of the model on this step; on CUDA so many captures of it, of which each run takes the next."""
     held: list[tuple[torch.Tensor, ...]] = []
 
     def forward() -> None:
@@ -204,8 +221,17 @@ def timed_arm(model: StepModel, label: str, arm: str, work: Step, ranks: Ranks) 
         ranks.rendezvous()
 
     model.use(arm)
-    make = timing.cuda_graph_arm if model.device.type == "cuda" else timing.cpu_arm
-    return TimedArm(make(label, forward, prepare), prepare, held)
+    if model.device.type == "cpu":
+        return TimedArm(timing.cpu_arm(label, forward, prepare), prepare, held)
+    graphs = [(timing.cuda_graph_arm(label, forward, prepare), held[-1]) for _ in range(captures)]
+    turns = itertools.cycle(graphs)
+
+    def run() -> float:
+        graph, outputs = next(turns)
+        held[:] = [outputs]
+        return graph.run()
+
+    return TimedArm(timing.Arm(label, run), prepare, held)
 
 
 def default_rounds(slowest_us: float, num_arms: int) -> int:
