@@ -1,8 +1,8 @@
 """finalize_norm on a CUDA GPU: one Triton kernel from expert rows and residual to the next layer's input.
 
 A program owns one token: its row stays in registers from the first load to the last store, and the norm's sum needs no
-other program. Programmatic dependent launch as in `finalize_triton.py`: dependents may start at once, and nothing is
-read or stored before the kernel's own wait.
+other program. Of few tokens a cluster owns one (sm_90): `cluster_triton.py`. Programmatic dependent launch as in
+`finalize_triton.py`: dependents may start at once, and nothing is read or stored before the kernel's own wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import triton.language as tl
 
 from moetail import tuning
 from moetail.numerics import Numerics
-from moetail.ops import epilogue_triton
+from moetail.ops import cluster_triton, epilogue_triton
+from moetail.ops.cluster_triton import _join, _start
 from moetail.ops.epilogue_triton import RowConfig, _quantize, _residual_norm
 from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 
@@ -32,6 +33,8 @@ from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 # One program a row costs two microseconds over finalize at T 1, whatever its shape: its multiprocessor alone reads all
 # of the row, and two sums of the row stand between the loads and the stores.
 ROW_SHAPES = ((0, 32, True), (32, 16, True), (256, 64, False))
+# Up to so many tokens a row is a cluster's, of so many programs; a thread then has 8 elements.
+CLUSTER_TOKENS, CLUSTER_PROGRAMS = 32, 8
 
 
 def launch(
@@ -66,11 +69,16 @@ def launch(
                        residual_out.stride(0), 0 if values is None else values.stride(0))  # fmt: skip
     tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, residual, norm_weight, post_norm_weight,
                out, residual_out, values, scales)  # fmt: skip
+    clusters = _may_cluster(facts, rows.dtype, strides, quant) and all(
+        t is None or t.data_ptr() % 16 == 0 for t in (rows, shared, *tensors[6:11])
+    )
     if config is None:
-        config = config_for(rows.device, T, K, H, rows.dtype)
+        config = config_for(rows.device, T, K, H, rows.dtype, clusters)
         if rows.device.type == "cuda":
             dtypes = tuple(None if t is None else t.dtype for t in tensors)
-            _compile(rows.device, dtypes, strides, facts, zero_centred, quant)
+            _compile(rows.device, dtypes, strides, facts, zero_centred, quant, clusters)
+    elif config.programs > 1 and not clusters and rows.device.type == "cuda":
+        raise ValueError(f"config must have one program a row for these tensors, got {config}")
     weights_strides = (0, 0) if weights is None else weights.stride()
     gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
     scales_strides = (0, 0) if scales is None else scales.stride()
@@ -83,16 +91,50 @@ def launch(
 
 
 @functools.lru_cache(maxsize=8192)
-def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype) -> RowConfig:
-    """The tuned config where this GPU has one for T, the heuristic's otherwise."""
+def config_for(
+    device: torch.device, T: int, K: int, H: int, dtype: torch.dtype, clusters: bool = False
+) -> RowConfig:  # fmt: skip
+    """The tuned config where this GPU has one for T, the heuristic's otherwise. `clusters`: `_may_cluster`."""
     tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash(), T)
-    return epilogue_triton.heuristic(ROW_SHAPES, T, H, dtype.itemsize) if tuned is None else tuned
+    usable = tuned is not None and (clusters or tuned.programs == 1)
+    return cast(RowConfig, tuned) if usable else heuristic(T, H, dtype.itemsize, clusters)
 
 
-def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuple[RowConfig, ...]:
+def heuristic(T: int, H: int, element_size: int, clusters: bool) -> RowConfig:
+    """The config of a call, from static facts."""
+    if clusters and T <= CLUSTER_TOKENS:
+        for config in clustered(H):
+            return config
+    return epilogue_triton.heuristic(ROW_SHAPES, T, H, element_size)
+
+
+def every_config(
+    device: torch.device, K: int, H: int, dtype: torch.dtype, clusters: bool = False
+) -> tuple[RowConfig, ...]:  # fmt: skip
     """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
     tuned = tuning.every_tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash())
-    return tuple(dict.fromkeys((*epilogue_triton.every_config(ROW_SHAPES, H, dtype.itemsize), *tuned)))
+    found = (*epilogue_triton.every_config(ROW_SHAPES, H, dtype.itemsize), *tuned)
+    if clusters:
+        return tuple(dict.fromkeys((*clustered(H)[:1], *found)))
+    return tuple(dict.fromkeys(config for config in found if config.programs == 1))
+
+
+def clustered(H: int) -> tuple[RowConfig, ...]:
+    """The configs of several programs a row that H allows, the heuristic's first. Each program has H / programs columns,
+    each thread 8 or 4 of them."""
+    found = []
+    for programs in (CLUSTER_PROGRAMS, 4, 16):
+        warps = triton.next_power_of_2(H // programs) // 256
+        if H % (8 * programs) == 0:
+            found += [RowConfig(w, 255, programs) for w in (warps, 2 * warps) if 1 <= w <= 8]
+    return tuple(found)
+
+
+def _may_cluster(facts: Facts, dtype: torch.dtype, strides: _Strides, quant: str | None) -> bool:
+    """Whether several programs may own a row, as far as its tensors' addresses do not forbid it: every thread has to
+    load 16 bytes at a time. A quantized output has one scale for 128 columns, which may be two programs'."""
+    aligned = all(stride % 16 == 0 for stride in vars(strides).values())  # as Triton sees it: by elements
+    return facts.PDL and dtype.itemsize == 2 and quant is None and aligned
 
 
 def tuned_shape(K: int, H: int, dtype: torch.dtype) -> tuning.Shape:
@@ -118,26 +160,28 @@ class _Strides:
 
 def _options(facts: Facts, zero_centred: bool, config: RowConfig, quant: str | None = None) -> dict[str, Any]:
     return vars(facts) | {
-        "BLOCK": triton.next_power_of_2(facts.H), "ZERO_CENTRED": zero_centred, "QUANT": quant,
-        "num_warps": config.warps, "maxnreg": config.registers or None, "enable_fp_fusion": False,
-        "launch_pdl": facts.PDL,
+        "P": config.programs, "BLOCK": triton.next_power_of_2(facts.H // config.programs), "WARPS": config.warps,
+        "ZERO_CENTRED": zero_centred, "QUANT": quant, "num_warps": config.warps, "num_ctas": config.programs,
+        "maxnreg": config.registers or None, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
     }  # fmt: skip
 
 
 @functools.cache
 def _compile(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: _Strides, facts: Facts, zero_centred: bool,
-    quant: str | None,
+    quant: str | None, clusters: bool,
 ) -> None:  # fmt: skip
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     unspecialized = (2,) * 8  # R and seven strides
     with torch.cuda.device(device):
-        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0])):
+        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0]), clusters):
             compiled = _finalize_norm_kernel.warmup(
                 *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,),
                 **_options(facts, zero_centred, config, quant),
             )  # fmt: skip
             compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
+            if config.programs > 1:
+                cluster_triton.check(compiled.asm["ptx"], 2 if dtypes[8] is None else 4)
 
 
 @triton.jit(do_not_specialize=["R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
@@ -149,11 +193,18 @@ def _finalize_norm_kernel(
     eps,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr,
     SCALE: tl.constexpr, TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, ZERO_CENTRED: tl.constexpr,
-    QUANT: tl.constexpr, PDL: tl.constexpr,
+    QUANT: tl.constexpr, PDL: tl.constexpr, P: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
+    mailbox = None
+    if P == 1:
+        c = tl.arange(0, BLOCK)
+        here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
+    else:
+        COLUMNS: tl.constexpr = H // P
+        c = tl.arange(0, P)[:, None] * COLUMNS + tl.arange(0, BLOCK)[None, :]
+        here = tl.broadcast_to(tl.arange(0, BLOCK)[None, :] < COLUMNS, [P, BLOCK])
+        mailbox = _start(R, P, WARPS, 2 if post_norm_weight is None else 4)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -171,7 +222,9 @@ def _finalize_norm_kernel(
         weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, out.dtype.element_ty, K, BLOCK, PRODUCT,
         GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO,
     )  # fmt: skip
-    h, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED)
+    if P > 1:
+        mailbox = _join(mailbox)
+    h, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED, mailbox, WARPS)
     tl.store(residual_out + t * residual_out_stride + c, new, mask=here)
     tl.store(out + t * out_stride + c, h, mask=here)
     if QUANT is not None:
