@@ -34,8 +34,10 @@ def check(ptx: str, exchanges: int) -> None:
     """Raises: RuntimeError where Triton has laid a row out so that a thread does not send exactly one part."""
     sends, clusters = ptx.count("st.async"), ptx.count(".reqnctapercluster")
     if (sends, clusters) != (exchanges, 1):
-        raise RuntimeError(f"a clustered kernel must send {exchanges} times in one cluster, Triton {triton.__version__} "
-                           f"made it send {sends} times in {clusters}: tune without programs > 1")  # fmt: skip
+        raise RuntimeError(
+            f"a clustered kernel must send {exchanges} times in one cluster, Triton {triton.__version__} made it send "
+            f"{sends} times in {clusters}"
+        )
 
 
 @triton.constexpr_function

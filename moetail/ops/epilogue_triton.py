@@ -77,7 +77,7 @@ def _rms_norm(
     x, weight, here, eps, H: tl.constexpr, ZERO_CENTRED: tl.constexpr, mailbox=None, FIRST: tl.constexpr = 0,
     WARPS: tl.constexpr = 0,
 ):  # fmt: skip
-    """fp32 [BLOCK], not yet rounded to the rows' dtype; x is fp32. A cluster's exchanges are FIRST and the one after."""
+    """fp32 [BLOCK], not yet rounded to the rows' dtype; x is fp32. A cluster's exchanges are FIRST and the next."""
     x = tl.where(here, x, 0.0)  # beyond H a caller's lanes may hold anything: what was never sent, 0 times infinity
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # PTX's abs may keep the sign of a NaN
     largest = _row_max(bits, mailbox, FIRST, WARPS)
@@ -139,21 +139,23 @@ def _quantize(
     h, values_at, scales_at, scales_stride, there, here, H: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr
 ):
     """Store h [BLOCK], of the rows' dtype, as e4m3 at values_at [BLOCK] and its groups' scales at scales_at,
-    scales_stride apart.
+    scales_stride apart. Where several programs own the row, h and values_at are [P, BLOCK].
 
     QUANT is a Quant's name; both pointers are to bytes, but that of fp32 scales. `there`: whether there is a token,
-    None for yes. Groups lie within H or beyond it.
+    None for yes. Groups lie within H, and a program's part of it, or beyond it.
     """
     GROUP: tl.constexpr = 32 if QUANT == "mxfp8" else 128
-    x = tl.reshape(h.to(tl.float32), [BLOCK // GROUP, GROUP])
+    P: tl.constexpr = 1 if len(h.shape) == 1 else h.shape[0]
+    GROUPS: tl.constexpr = P * BLOCK // GROUP
+    x = tl.reshape(h.to(tl.float32), [GROUPS, GROUP])
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     finite = largest < 0x7F800000
     if QUANT != "mxfp8":
         largest = tl.maximum(largest, 0x2EDBE6FF)  # 1e-10
     if QUANT == "fp8_group128":
-        scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full([BLOCK // GROUP], 448.0, tl.float32))
+        scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full([GROUPS], 448.0, tl.float32))
         divisor = tl.where(finite, scale, float("nan"))
-        x = tl.div_rn(x, tl.broadcast_to(divisor[:, None], [BLOCK // GROUP, GROUP]))
+        x = tl.div_rn(x, tl.broadcast_to(divisor[:, None], [GROUPS, GROUP]))
         scale = divisor
     else:
         exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 0)
@@ -163,9 +165,12 @@ def _quantize(
             scale = tl.where(finite, exponent, 0xFF).to(tl.uint8)
         else:
             scale = tl.where(finite, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
-    tl.store(values_at, _e4m3(tl.reshape(x, [BLOCK])), mask=here)
-    g = tl.arange(0, BLOCK // GROUP)
+    tl.store(values_at, _e4m3(tl.reshape(x, h.shape)), mask=here)
+    g = tl.arange(0, GROUPS)
     inside = g < H // GROUP
+    if P > 1:
+        inside = g % (BLOCK // GROUP) < H // P // GROUP
+        g = g // (BLOCK // GROUP) * (H // P // GROUP) + g % (BLOCK // GROUP)
     if there is not None:
         inside = tl.where(there, inside, False)  # the interpreter rejects a block anded with a scalar
     tl.store(scales_at + g * scales_stride, scale, mask=inside)
@@ -187,4 +192,5 @@ def _e4m3(x):
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
-EPILOGUES = (_residual_norm, _rms_norm, _mhc, _quantize, _e4m3, *CLUSTER)  # for the hash of every kernel that ends a layer
+# For the hash of every kernel that ends a layer.
+EPILOGUES = (_residual_norm, _rms_norm, _mhc, _quantize, _e4m3, *CLUSTER)

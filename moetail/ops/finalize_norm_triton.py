@@ -33,8 +33,8 @@ from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 # One program a row costs two microseconds over finalize at T 1, whatever its shape: its multiprocessor alone reads all
 # of the row, and two sums of the row stand between the loads and the stores.
 ROW_SHAPES = ((0, 32, True), (32, 16, True), (256, 64, False))
-# Up to so many tokens a row is a cluster's, of so many programs; a thread then has 8 elements.
-CLUSTER_TOKENS, CLUSTER_PROGRAMS = 32, 8
+# Up to so many tokens a cluster of the first of these sizes owns a row where it can. The others are for the tuner.
+CLUSTER_TOKENS, CLUSTER_PROGRAMS = 32, (8, 4, 2)
 
 
 def launch(
@@ -69,15 +69,15 @@ def launch(
                        residual_out.stride(0), 0 if values is None else values.stride(0))  # fmt: skip
     tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, residual, norm_weight, post_norm_weight,
                out, residual_out, values, scales)  # fmt: skip
-    clusters = _may_cluster(facts, rows.dtype, strides, quant) and all(
-        t is None or t.data_ptr() % 16 == 0 for t in (rows, shared, *tensors[6:11])
-    )
+    unit = _cluster_unit(facts, rows.dtype, strides, quant)
+    if unit and any(t is not None and t.data_ptr() % 16 for t in (rows, shared, *tensors[6:12])):
+        unit = 0
     if config is None:
-        config = config_for(rows.device, T, K, H, rows.dtype, clusters)
+        config = config_for(rows.device, T, K, H, rows.dtype, unit)
         if rows.device.type == "cuda":
             dtypes = tuple(None if t is None else t.dtype for t in tensors)
-            _compile(rows.device, dtypes, strides, facts, zero_centred, quant, clusters)
-    elif config.programs > 1 and not clusters and rows.device.type == "cuda":
+            _compile(rows.device, dtypes, strides, facts, zero_centred, quant, unit)
+    elif rows.device.type == "cuda" and not _fits(config, H, unit):
         raise ValueError(f"config must have one program a row for these tensors, got {config}")
     weights_strides = (0, 0) if weights is None else weights.stride()
     gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
@@ -91,50 +91,46 @@ def launch(
 
 
 @functools.lru_cache(maxsize=8192)
-def config_for(
-    device: torch.device, T: int, K: int, H: int, dtype: torch.dtype, clusters: bool = False
-) -> RowConfig:  # fmt: skip
-    """The tuned config where this GPU has one for T, the heuristic's otherwise. `clusters`: `_may_cluster`."""
+def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype, unit: int = 0) -> RowConfig:
+    """The tuned config where this GPU has one for T, the heuristic's otherwise. `unit`: `_cluster_unit`'s."""
     tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash(), T)
-    usable = tuned is not None and (clusters or tuned.programs == 1)
-    return cast(RowConfig, tuned) if usable else heuristic(T, H, dtype.itemsize, clusters)
+    return tuned if tuned is not None and _fits(tuned, H, unit) else heuristic(T, H, dtype.itemsize, unit)
 
 
-def heuristic(T: int, H: int, element_size: int, clusters: bool) -> RowConfig:
+def heuristic(T: int, H: int, element_size: int, unit: int) -> RowConfig:
     """The config of a call, from static facts."""
-    if clusters and T <= CLUSTER_TOKENS:
-        for config in clustered(H):
-            return config
-    return epilogue_triton.heuristic(ROW_SHAPES, T, H, element_size)
+    clusters = clustered(H, unit) if T <= CLUSTER_TOKENS else ()
+    return clusters[0] if clusters else epilogue_triton.heuristic(ROW_SHAPES, T, H, element_size)
 
 
-def every_config(
-    device: torch.device, K: int, H: int, dtype: torch.dtype, clusters: bool = False
-) -> tuple[RowConfig, ...]:  # fmt: skip
+def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype, unit: int = 0) -> tuple[RowConfig, ...]:
     """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
     tuned = tuning.every_tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash())
-    found = (*epilogue_triton.every_config(ROW_SHAPES, H, dtype.itemsize), *tuned)
-    if clusters:
-        return tuple(dict.fromkeys((*clustered(H)[:1], *found)))
-    return tuple(dict.fromkeys(config for config in found if config.programs == 1))
+    fitting = (config for config in tuned if _fits(config, H, unit))
+    changes = (CLUSTER_TOKENS + 1, *(least for least, *_ in ROW_SHAPES))
+    return tuple(dict.fromkeys((*(heuristic(T, H, dtype.itemsize, unit) for T in changes), *fitting)))
 
 
-def clustered(H: int) -> tuple[RowConfig, ...]:
-    """The configs of several programs a row that H allows, the heuristic's first. Each program has H / programs columns,
-    each thread 8 or 4 of them."""
+def clustered(H: int, unit: int) -> tuple[RowConfig, ...]:
+    """The configs of several programs a row, the heuristic's first; a thread has 8 or 4 elements."""
     found = []
-    for programs in (CLUSTER_PROGRAMS, 4, 16):
+    for programs in CLUSTER_PROGRAMS:
         warps = triton.next_power_of_2(H // programs) // 256
-        if H % (8 * programs) == 0:
-            found += [RowConfig(w, 255, programs) for w in (warps, 2 * warps) if 1 <= w <= 8]
-    return tuple(found)
+        found += [RowConfig(w, 255, programs) for w in (warps, 2 * warps) if 1 <= w <= 8]
+    return tuple(config for config in found if _fits(config, H, unit))
 
 
-def _may_cluster(facts: Facts, dtype: torch.dtype, strides: _Strides, quant: str | None) -> bool:
-    """Whether several programs may own a row, as far as its tensors' addresses do not forbid it: every thread has to
-    load 16 bytes at a time. A quantized output has one scale for 128 columns, which may be two programs'."""
-    aligned = all(stride % 16 == 0 for stride in vars(strides).values())  # as Triton sees it: by elements
-    return facts.PDL and dtype.itemsize == 2 and quant is None and aligned
+def _fits(config: RowConfig, H: int, unit: int) -> bool:
+    return config.programs == 1 or (unit > 0 and H % (unit * config.programs) == 0)
+
+
+def _cluster_unit(facts: Facts, dtype: torch.dtype, strides: _Strides, quant: str | None) -> int:
+    """What the columns of a program must be a multiple of where several own a row; 0: they cannot, because the GPU has
+    no clusters, or a thread cannot load 16 bytes of a row at a time."""
+    aligned = all(stride % 16 == 0 for stride in vars(strides).values())  # in elements: what Triton compiles for
+    if not (facts.PDL and dtype.itemsize == 2 and aligned):
+        return 0
+    return 8 if quant is None else 32 if quant == "mxfp8" else 128
 
 
 def tuned_shape(K: int, H: int, dtype: torch.dtype) -> tuning.Shape:
@@ -169,12 +165,12 @@ def _options(facts: Facts, zero_centred: bool, config: RowConfig, quant: str | N
 @functools.cache
 def _compile(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: _Strides, facts: Facts, zero_centred: bool,
-    quant: str | None, clusters: bool,
+    quant: str | None, unit: int,
 ) -> None:  # fmt: skip
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     unspecialized = (2,) * 8  # R and seven strides
     with torch.cuda.device(device):
-        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0]), clusters):
+        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0]), unit):
             compiled = _finalize_norm_kernel.warmup(
                 *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,),
                 **_options(facts, zero_centred, config, quant),
