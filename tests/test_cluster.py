@@ -1,4 +1,4 @@
-"""Several programs a row: the columns of each in the interpreter, the machine code for sm_90, bits and launches on a GPU.
+"""Several programs a row: their columns in the interpreter, the machine code for sm_90, bits and launches on a GPU.
 
 finalize_norm is what uses it. The interpreter reduces a row at once; only a GPU runs the exchange.
 """
@@ -127,13 +127,15 @@ def add(name, K, H, config, *, sandwich=False, quant=None, norm="*bf16", aligned
     absent = (["post_norm_weight"] if not sandwich else []) + (["values", "scales"] if quant is None else [])
     constants |= {n: pointers.pop(n) and None for n in absent}
     strides = [f"{n}_stride" for n in ("rows", "shared", "residual", "out", "residual_out", "values")]
-    unaligned = None if aligned else {n: pointers.pop(n) for n in list(pointers) if n.endswith(("out", "weight", "rows", "shared", "residual"))}
+    rows = [n for n in pointers if n.endswith(("out", "weight", "rows", "shared", "residual"))]
+    unaligned = None if aligned else {n: pointers.pop(n) for n in rows}
     code = sm_90(fn._finalize_norm_kernel, pointers, constants, options, strides, unaligned)
     results[name] = dict(
         registers=code.registers, stack=code.stack, local=code.local, batches=code.load_batches, K=K,
         exchanges=4 if sandwich else 2, elements=constants["BLOCK"] // (32 * config.warps), quantized=quant is not None,
         read=(K + 3 + sandwich + (1 + sandwich) * (norm == "*fp32")) * constants["BLOCK"] // (32 * config.warps),
-        vectors=code.vectors, sends=code.count("st.async"), clusters=re.findall(r"\\.reqnctapercluster (\\d+)", code.ptx),
+        vectors=code.vectors, sends=code.count("st.async"),
+        clusters=re.findall(r"\\.reqnctapercluster (\\d+)", code.ptx),
         programs=config.programs, before_the_wait=code.before_wait, barriers=code.count(r"bar\\.sync"),
         fences=len(re.findall("MEMBAR", code.sass.split("STG.E")[0])),
         roots=re.findall(r"(?:sqrt|rsqrt|div|rcp)\\.[a-z.]*f32", code.ptx))
@@ -269,7 +271,7 @@ def test_graph_replays_equal_eager():
 
 @pytest.mark.gpu
 def test_a_chain_of_early_launches():
-    """Each call's h and residual' are the next one's shared and residual, in place: 500 layers, one program and eight."""
+    """Each call's h and residual' are the next one's shared and residual, in place: 500 layers."""
     ends = []
     for config in (RowConfig(8), fn.clustered(5120, 8)[0]):
         args, named = arguments(16, 6, 5120, device="cuda")
