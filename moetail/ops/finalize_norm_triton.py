@@ -192,6 +192,8 @@ def _finalize_norm_kernel(
     QUANT: tl.constexpr, PDL: tl.constexpr, P: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     mailbox = None
     if P == 1:
         c = tl.arange(0, BLOCK)
@@ -202,7 +204,6 @@ def _finalize_norm_kernel(
         here = tl.broadcast_to(tl.arange(0, BLOCK)[None, :] < COLUMNS, [P, BLOCK])
         mailbox = _start(R, P, WARPS, 2 if post_norm_weight is None else 4)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     limit = R
     if num_valid_rows is not None:
