@@ -93,9 +93,11 @@ def finalize_norm(shape: Shape, T: int, device: torch.device) -> Bench:
             None, False, x.out, x.residual_out, config=config,
         )  # fmt: skip
 
-    guess = epilogue_triton.heuristic(finalize_norm_triton.ROW_SHAPES, T, H, 2)
+    unit = 8 if finalize_triton.has_pdl(device) else 0  # clusters come with sm_90, as early launches do
+    guess = finalize_norm_triton.heuristic(T, H, 2, unit)
+    candidates = (*_rows(H), *finalize_norm_triton.clustered(H, unit))
     sink = torch.empty_like(inputs[0].out)
-    return _between_edges(inputs, guess, _rows(H), run, lambda x: [x.out, x.residual_out], sink)
+    return _between_edges(inputs, guess, candidates, run, lambda x: [x.out, x.residual_out], sink)
 
 
 def finalize_mhc(shape: Shape, T: int, device: torch.device) -> Bench:

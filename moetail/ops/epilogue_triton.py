@@ -1,6 +1,7 @@
 """What follows the shared add, on one token's row in registers: for every kernel that ends a layer.
 
-One program owns the whole row, as [BLOCK] with BLOCK >= H; `here` is False beyond H. The definitions are
+One program owns the whole row, as [BLOCK] with BLOCK >= H; `here` is False beyond H. In `_residual_norm` it may be a
+cluster of them, as [P, BLOCK]: `cluster_triton.py`. The definitions are
 `moetail.reference.rms_norm`, `mhc` and `quantize` there; that of rms_norm says why the sum is of
 integers, which `tl.max` and `tl.sum` may then add in any order, on any layout and number of warps.
 """
@@ -13,16 +14,18 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from moetail.ops.cluster_triton import CLUSTER, _row_max, _row_sum
 from moetail.ops.finalize_triton import _INTERPRET, _to
 
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Warps of a program that owns a row, and the most registers of a thread (0: the compiler's choice). A config
-    changes time, never bits."""
+    """Warps of a program that owns a row, the most registers of a thread (0: the compiler's choice), and how many
+    programs own the row together (finalize_norm alone has more than one). A config changes time, never bits."""
 
     warps: int
     registers: int = 0
+    programs: int = 1
 
 
 # (least T, the 16-bit elements of a row that a thread holds, whether it may have all registers that one program on a
@@ -52,31 +55,39 @@ def _fitted(shape: Sequence[int], H: int, element_size: int) -> RowConfig:
 
 
 @triton.jit
-def _residual_norm(y, residual, weight, post_weight, here, eps, H: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+def _residual_norm(
+    y, residual, weight, post_weight, here, eps, H: tl.constexpr, ZERO_CENTRED: tl.constexpr, mailbox=None,
+    WARPS: tl.constexpr = 0,
+):  # fmt: skip
     """(h, residual'): the sandwich norm of y where post_weight is given, the residual add, the next layer's norm.
 
-    y and residual: the rows' dtype; weight and post_weight: any float dtype; all [BLOCK].
+    y and residual: the rows' dtype; weight and post_weight: any float dtype; all [BLOCK], or [P, BLOCK] with a
+    cluster's mailbox and the warps of a program, which then exchanges twice a norm.
     """
     dtype: tl.constexpr = y.dtype
     if post_weight is not None:
-        y = _to(_rms_norm(y.to(tl.float32), post_weight, here, eps, H, ZERO_CENTRED), dtype)
+        y = _to(_rms_norm(y.to(tl.float32), post_weight, here, eps, H, ZERO_CENTRED, mailbox, 2, WARPS), dtype)
     residual = _to(residual.to(tl.float32) + y.to(tl.float32), dtype)
-    h = _to(_rms_norm(residual.to(tl.float32), weight, here, eps, H, ZERO_CENTRED), dtype)
+    h = _to(_rms_norm(residual.to(tl.float32), weight, here, eps, H, ZERO_CENTRED, mailbox, 0, WARPS), dtype)
     return h, residual
 
 
 @triton.jit
-def _rms_norm(x, weight, here, eps, H: tl.constexpr, ZERO_CENTRED: tl.constexpr):
-    """fp32 [BLOCK], not yet rounded to the rows' dtype; x is fp32."""
+def _rms_norm(
+    x, weight, here, eps, H: tl.constexpr, ZERO_CENTRED: tl.constexpr, mailbox=None, FIRST: tl.constexpr = 0,
+    WARPS: tl.constexpr = 0,
+):  # fmt: skip
+    """fp32 [BLOCK], not yet rounded to the rows' dtype; x is fp32. A cluster's exchanges are FIRST and the next."""
     x = tl.where(here, x, 0.0)  # beyond H a caller's lanes may hold anything: what was never sent, 0 times infinity
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # PTX's abs may keep the sign of a NaN
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # PTX's abs may keep the sign of a NaN
+    largest = _row_max(bits, mailbox, FIRST, WARPS)
     scale = ((276 - tl.maximum(largest >> 23, 89)) << 23).to(tl.float32, bitcast=True)
     x = x * scale
     q = ((tl.abs(x) + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000).to(tl.int64)
-    total = tl.sum(q * q, axis=0)
-    mean = tl.div_rn(total.to(tl.float32), tl.full([], H, tl.float32))
+    total = _row_sum(q * q, mailbox, FIRST + 1, WARPS).to(tl.float32)
+    mean = tl.div_rn(total, tl.full(total.shape, H, tl.float32))
     mean = tl.where(largest < 0x7F800000, mean, largest.to(tl.float32, bitcast=True))
-    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), tl.sqrt_rn(mean + eps * scale * scale))
+    inverse = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps * scale * scale))
     weight = weight.to(tl.float32)
     if ZERO_CENTRED:
         weight = 1.0 + weight
@@ -128,21 +139,23 @@ def _quantize(
     h, values_at, scales_at, scales_stride, there, here, H: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr
 ):
     """Store h [BLOCK], of the rows' dtype, as e4m3 at values_at [BLOCK] and its groups' scales at scales_at,
-    scales_stride apart.
+    scales_stride apart. Where several programs own the row, h and values_at are [P, BLOCK].
 
     QUANT is a Quant's name; both pointers are to bytes, but that of fp32 scales. `there`: whether there is a token,
-    None for yes. Groups lie within H or beyond it.
+    None for yes. Groups lie within H, and a program's part of it, or beyond it.
     """
     GROUP: tl.constexpr = 32 if QUANT == "mxfp8" else 128
-    x = tl.reshape(h.to(tl.float32), [BLOCK // GROUP, GROUP])
+    P: tl.constexpr = 1 if len(h.shape) == 1 else h.shape[0]
+    GROUPS: tl.constexpr = P * BLOCK // GROUP
+    x = tl.reshape(h.to(tl.float32), [GROUPS, GROUP])
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     finite = largest < 0x7F800000
     if QUANT != "mxfp8":
         largest = tl.maximum(largest, 0x2EDBE6FF)  # 1e-10
     if QUANT == "fp8_group128":
-        scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full([BLOCK // GROUP], 448.0, tl.float32))
+        scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full([GROUPS], 448.0, tl.float32))
         divisor = tl.where(finite, scale, float("nan"))
-        x = tl.div_rn(x, tl.broadcast_to(divisor[:, None], [BLOCK // GROUP, GROUP]))
+        x = tl.div_rn(x, tl.broadcast_to(divisor[:, None], [GROUPS, GROUP]))
         scale = divisor
     else:
         exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 0)
@@ -152,9 +165,12 @@ def _quantize(
             scale = tl.where(finite, exponent, 0xFF).to(tl.uint8)
         else:
             scale = tl.where(finite, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
-    tl.store(values_at, _e4m3(tl.reshape(x, [BLOCK])), mask=here)
-    g = tl.arange(0, BLOCK // GROUP)
+    tl.store(values_at, _e4m3(tl.reshape(x, h.shape)), mask=here)
+    g = tl.arange(0, GROUPS)
     inside = g < H // GROUP
+    if P > 1:
+        inside = g % (BLOCK // GROUP) < H // P // GROUP
+        g = g // (BLOCK // GROUP) * (H // P // GROUP) + g % (BLOCK // GROUP)
     if there is not None:
         inside = tl.where(there, inside, False)  # the interpreter rejects a block anded with a scalar
     tl.store(scales_at + g * scales_stride, scale, mask=inside)
@@ -176,4 +192,5 @@ def _e4m3(x):
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
-EPILOGUES = (_residual_norm, _rms_norm, _mhc, _quantize, _e4m3)  # for the hash of every kernel that ends a layer
+# For the hash of every kernel that ends a layer.
+EPILOGUES = (_residual_norm, _rms_norm, _mhc, _quantize, _e4m3, *CLUSTER)

@@ -1,8 +1,8 @@
 """finalize_norm on a CUDA GPU: one Triton kernel from expert rows and residual to the next layer's input.
 
 A program owns one token: its row stays in registers from the first load to the last store, and the norm's sum needs no
-other program. Programmatic dependent launch as in `finalize_triton.py`: dependents may start at once, and nothing is
-read or stored before the kernel's own wait.
+other program. Of few tokens a cluster owns one (sm_90): `cluster_triton.py`. Programmatic dependent launch as in
+`finalize_triton.py`: dependents may start at once, and nothing is read or stored before the kernel's own wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import triton.language as tl
 
 from moetail import tuning
 from moetail.numerics import Numerics
-from moetail.ops import epilogue_triton
+from moetail.ops import cluster_triton, epilogue_triton
+from moetail.ops.cluster_triton import _join, _start
 from moetail.ops.epilogue_triton import RowConfig, _quantize, _residual_norm
 from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 
@@ -32,6 +33,8 @@ from moetail.ops.finalize_triton import FINALIZED, Facts, _finalized, has_pdl
 # One program a row costs two microseconds over finalize at T 1, whatever its shape: its multiprocessor alone reads all
 # of the row, and two sums of the row stand between the loads and the stores.
 ROW_SHAPES = ((0, 32, True), (32, 16, True), (256, 64, False))
+# Up to so many tokens a cluster of the first of these sizes owns a row where it can. The others are for the tuner.
+CLUSTER_TOKENS, CLUSTER_PROGRAMS = 32, (8, 4, 2)
 
 
 def launch(
@@ -66,11 +69,16 @@ def launch(
                        residual_out.stride(0), 0 if values is None else values.stride(0))  # fmt: skip
     tensors = (rows, row_map, weights, shared, shared_gate, num_valid_rows, residual, norm_weight, post_norm_weight,
                out, residual_out, values, scales)  # fmt: skip
+    unit = _cluster_unit(facts, rows.dtype, strides, quant)
+    if unit and any(t is not None and t.data_ptr() % 16 for t in (rows, shared, *tensors[6:12])):
+        unit = 0
     if config is None:
-        config = config_for(rows.device, T, K, H, rows.dtype)
+        config = config_for(rows.device, T, K, H, rows.dtype, unit)
         if rows.device.type == "cuda":
             dtypes = tuple(None if t is None else t.dtype for t in tensors)
-            _compile(rows.device, dtypes, strides, facts, zero_centred, quant)
+            _compile(rows.device, dtypes, strides, facts, zero_centred, quant, unit)
+    elif rows.device.type == "cuda" and not _fits(config, H, unit):
+        raise ValueError(f"config must have one program a row for these tensors, got {config}")
     weights_strides = (0, 0) if weights is None else weights.stride()
     gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
     scales_strides = (0, 0) if scales is None else scales.stride()
@@ -83,16 +91,46 @@ def launch(
 
 
 @functools.lru_cache(maxsize=8192)
-def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype) -> RowConfig:
-    """The tuned config where this GPU has one for T, the heuristic's otherwise."""
+def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype, unit: int = 0) -> RowConfig:
+    """The tuned config where this GPU has one for T, the heuristic's otherwise. `unit`: `_cluster_unit`'s."""
     tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash(), T)
-    return epilogue_triton.heuristic(ROW_SHAPES, T, H, dtype.itemsize) if tuned is None else tuned
+    return tuned if tuned is not None and _fits(tuned, H, unit) else heuristic(T, H, dtype.itemsize, unit)
 
 
-def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype) -> tuple[RowConfig, ...]:
+def heuristic(T: int, H: int, element_size: int, unit: int) -> RowConfig:
+    """The config of a call, from static facts."""
+    clusters = clustered(H, unit) if T <= CLUSTER_TOKENS else ()
+    return clusters[0] if clusters else epilogue_triton.heuristic(ROW_SHAPES, T, H, element_size)
+
+
+def every_config(device: torch.device, K: int, H: int, dtype: torch.dtype, unit: int = 0) -> tuple[RowConfig, ...]:
     """All that `config_for` can answer for some T: what has to be compiled so that no later T compiles."""
     tuned = tuning.every_tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash())
-    return tuple(dict.fromkeys((*epilogue_triton.every_config(ROW_SHAPES, H, dtype.itemsize), *tuned)))
+    fitting = (config for config in tuned if _fits(config, H, unit))
+    changes = (CLUSTER_TOKENS + 1, *(least for least, *_ in ROW_SHAPES))
+    return tuple(dict.fromkeys((*(heuristic(T, H, dtype.itemsize, unit) for T in changes), *fitting)))
+
+
+def clustered(H: int, unit: int) -> tuple[RowConfig, ...]:
+    """The configs of several programs a row, the heuristic's first; a thread has 8 or 4 elements."""
+    found = []
+    for programs in CLUSTER_PROGRAMS:
+        warps = triton.next_power_of_2(H // programs) // 256
+        found += [RowConfig(w, 255, programs) for w in (warps, 2 * warps) if 1 <= w <= 8]
+    return tuple(config for config in found if _fits(config, H, unit))
+
+
+def _fits(config: RowConfig, H: int, unit: int) -> bool:
+    return config.programs == 1 or (unit > 0 and H % (unit * config.programs) == 0)
+
+
+def _cluster_unit(facts: Facts, dtype: torch.dtype, strides: _Strides, quant: str | None) -> int:
+    """What the columns of a program must be a multiple of where several own a row; 0: they cannot, because the GPU has
+    no clusters, or a thread cannot load 16 bytes of a row at a time."""
+    aligned = all(stride % 16 == 0 for stride in vars(strides).values())  # in elements: what Triton compiles for
+    if not (facts.PDL and dtype.itemsize == 2 and aligned):
+        return 0
+    return 8 if quant is None else 32 if quant == "mxfp8" else 128
 
 
 def tuned_shape(K: int, H: int, dtype: torch.dtype) -> tuning.Shape:
@@ -118,26 +156,28 @@ class _Strides:
 
 def _options(facts: Facts, zero_centred: bool, config: RowConfig, quant: str | None = None) -> dict[str, Any]:
     return vars(facts) | {
-        "BLOCK": triton.next_power_of_2(facts.H), "ZERO_CENTRED": zero_centred, "QUANT": quant,
-        "num_warps": config.warps, "maxnreg": config.registers or None, "enable_fp_fusion": False,
-        "launch_pdl": facts.PDL,
+        "P": config.programs, "BLOCK": triton.next_power_of_2(facts.H // config.programs), "WARPS": config.warps,
+        "ZERO_CENTRED": zero_centred, "QUANT": quant, "num_warps": config.warps, "num_ctas": config.programs,
+        "maxnreg": config.registers or None, "enable_fp_fusion": False, "launch_pdl": facts.PDL,
     }  # fmt: skip
 
 
 @functools.cache
 def _compile(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], strides: _Strides, facts: Facts, zero_centred: bool,
-    quant: str | None,
+    quant: str | None, unit: int,
 ) -> None:  # fmt: skip
     """Compile and load every config for tensors of these dtypes (their memory aligned to 16 bytes)."""
     unspecialized = (2,) * 8  # R and seven strides
     with torch.cuda.device(device):
-        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0])):
+        for config in every_config(device, facts.K, facts.H, cast(torch.dtype, dtypes[0]), unit):
             compiled = _finalize_norm_kernel.warmup(
                 *dtypes, *unspecialized, *vars(strides).values(), 2.0, 2.0, grid=(1,),
                 **_options(facts, zero_centred, config, quant),
             )  # fmt: skip
             compiled[(1, 1, 1)]  # loads it: a module may not be loadable where the first launch is captured
+            if config.programs > 1:
+                cluster_triton.check(compiled.asm["ptx"], 2 if dtypes[8] is None else 4)
 
 
 @triton.jit(do_not_specialize=["R", "map_stride_t", "map_stride_k", "weights_stride_t", "weights_stride_k",
@@ -149,13 +189,21 @@ def _finalize_norm_kernel(
     eps,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, GROUPS: tl.constexpr,
     SCALE: tl.constexpr, TWO_ROUNDINGS: tl.constexpr, POSITIVE_ZERO: tl.constexpr, ZERO_CENTRED: tl.constexpr,
-    QUANT: tl.constexpr, PDL: tl.constexpr,
+    QUANT: tl.constexpr, PDL: tl.constexpr, P: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    mailbox = None
+    if P == 1:
+        c = tl.arange(0, BLOCK)
+        here = (c < H) if H % BLOCK else tl.full([BLOCK], True, tl.int1)
+    else:
+        COLUMNS: tl.constexpr = H // P
+        c = tl.arange(0, P)[:, None] * COLUMNS + tl.arange(0, BLOCK)[None, :]
+        here = tl.broadcast_to(tl.arange(0, BLOCK)[None, :] < COLUMNS, [P, BLOCK])
+        mailbox = _start(R, P, WARPS, 2 if post_norm_weight is None else 4)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     limit = R
     if num_valid_rows is not None:
@@ -171,7 +219,9 @@ def _finalize_norm_kernel(
         weights_stride_t, weights_stride_k, shared_stride, gate_stride, scale, out.dtype.element_ty, K, BLOCK, PRODUCT,
         GROUPS, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO,
     )  # fmt: skip
-    h, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED)
+    if P > 1:
+        mailbox = _join(mailbox)
+    h, new = _residual_norm(y, old, weight, post_weight, here, eps, H, ZERO_CENTRED, mailbox, WARPS)
     tl.store(residual_out + t * residual_out_stride + c, new, mask=here)
     tl.store(out + t * out_stride + c, h, mask=here)
     if QUANT is not None:
