@@ -100,7 +100,7 @@ def run(name: str, implementation: Implementation, device: str, numerics: tuple[
         for preset in presets:
             answer = lost or _try(case, PRESETS[preset], implementation, device)
             outcome[case.name][preset] = answer
-            if not lost and device == "cuda" and not _context_lives():
+            if not lost and device.startswith("cuda") and not _context_lives():
                 lost = f"not run: {case.name} took the CUDA context with it"
     core = [case.name for case in CASES if case.core]
     profiles = tuple(p for p in presets if all(outcome[c][p] == "same" for c in core))
@@ -117,7 +117,7 @@ def _try(case: ConformanceCase, numerics: Numerics, implementation: Implementati
         return f"undefined: {error}"
     try:
         got = implementation(x.rows, x.row_map, weights, shared)
-        if device == "cuda":
+        if device.startswith("cuda"):
             torch.zeros(1, device=device)  # a launch that failed is reported by the next one
             torch.cuda.synchronize()
     except Exception as error:  # whatever a foreign implementation raises is its answer

@@ -37,7 +37,7 @@ _COPY_BYTES = 2**30  # a larger copy is no faster
 def parse(op: str, text: str) -> Size:
     """ "T" alone, at the op's default sizes, or "T,E,K,H,I". Raises: ValueError for another text."""
     parts = text.split(",")
-    if len(parts) not in (1, 5) or not all(n.strip().isdigit() and int(n) > 0 for n in parts):
+    if len(parts) not in (1, 5) or not all(n.strip().isdecimal() and int(n) > 0 for n in parts):
         raise ValueError(f"shape must be T or T,E,K,H,I, numbers above 0, got {text!r}")
     size = Size(*map(int, parts)) if len(parts) == 5 else replace(DEFAULTS[op][0], T=int(text))
     if size.K > size.E:

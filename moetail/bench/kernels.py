@@ -107,7 +107,7 @@ def run_shape(
 
     Raises: ValueError for an unknown mode or l2, or "producer" on a CPU; RuntimeError where our own bits fail.
     """
-    if l2 not in L2 and not (l2.isdigit() and int(l2) > 0):
+    if l2 not in L2 and not (l2.isdecimal() and int(l2) > 0):
         raise ValueError(f"l2 must be one of {', '.join(L2)} or a number of sets, got {l2!r}")
     if mode not in MODES or (mode == "producer" and device.type != "cuda"):
         raise ValueError(

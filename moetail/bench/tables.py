@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from moetail.bench import record
 from moetail.bench.compare import Comparison
 
 _MARKED = re.compile(r"(<!-- (?P<kind>table|kernels): (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -182,11 +182,12 @@ def _stamps(records: list[dict[str, Any]]) -> str:
 
 def with_tables(readme: str, root: Path) -> str:
     """The text with every block `<!-- table: FILE ... -->` (forward) or `<!-- kernels: FILE ... -->`, to
-    `<!-- end -->`, made anew from its records."""
+    `<!-- end -->`, made anew from its records. Raises: ValueError where one of them is none."""
 
     def fill(match: re.Match[str]) -> str:
-        records = [json.loads((root / name).read_text()) for name in match["files"].split()]
-        table = markdown_table(records) if match["kind"] == "table" else kernels_markdown(records)
+        kind = "forward" if match["kind"] == "table" else "kernels"
+        records = [record.read(f"{match['kind']} of README.md", root / n, kind) for n in match["files"].split()]
+        table = markdown_table(records) if kind == "forward" else kernels_markdown(records)
         return f"{match[1]}{table}{match[4]}"
 
     return _MARKED.sub(fill, readme)

@@ -54,6 +54,7 @@ def forward(
         from moetail.bench import forward as bench_forward
         from moetail.bench import ranks as bench_ranks
         from moetail.bench import record, tables
+        from moetail.bench import routing as bench_routing
     except ModuleNotFoundError as error:
         fail(errors, f"{error}; pip install 'moetail[transformers,bench,cpu]'")
     rows: list[dict[str, Any]] = []
@@ -64,7 +65,9 @@ def forward(
         cases = [bench_cases.parse_case(c) for c in texts] + (bench_cases.load_shapes(shapes) if shapes else [])
         bench_cases.check_names(cases)
         cases = [bench_cases.jitter(one, kv_len_jitter, None) for one in cases]
+        bench_routing.check_routing(routing)
         records.check_writable(json)
+        records.check_folder(profile_dir, "profile-dir")
         source = text or readme_text()
         asked = {
             "model": model, "cases": texts, "shapes": str(shapes), "arms": arms, "rounds": rounds, "routing": routing,

@@ -58,7 +58,7 @@ def kernels(
     settings = {"op": op, "shape": shape, "mode": mode, "l2": l2, "ranks": ranks, "rounds": rounds}
     try:
         records.check_writable(json)
-        records.check_writable(svg)
+        records.check_writable(svg, "svg")
         shapes = [] if op in block.DEFAULTS else [parse_shape(text) for text in shape or ()]
         with bench_ranks.join(parse_device(device)) as (group, target), progress_bar(errors, group.rank) as progress:
             if op in bench_kernels.OPS:

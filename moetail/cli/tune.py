@@ -52,7 +52,7 @@ def tune(
         from moetail.bench import timing
         from moetail.bench import tune as bench_tune
 
-        records.check_writable(out)
+        records.check_writable(out, "out")
         jobs = bench_tune.jobs(launches)
         with progress_bar(errors) as progress:
             task = progress.add_task("tune", total=len(jobs))
