@@ -9,14 +9,13 @@ other cases say what it can take: absent slots, dead memory, odd sizes, weights 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from moetail import reference
+from moetail import module_function, reference
 from moetail.numerics import PRESETS, Numerics
 from moetail.testing import assert_same_bits, finalize_inputs
 
@@ -73,16 +72,7 @@ class ConformanceReport:
 
 def load(spec: str) -> Implementation:
     """`module:function`. Raises: ValueError saying what was wrong with it."""
-    module, colon, name = spec.partition(":")
-    if not colon:
-        raise ValueError(f"impl must be module:function, got {spec!r}")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"impl must be importable, got {spec!r}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"impl must be a function, got {spec!r}, a {type(function).__name__}")
-    return function
+    return module_function.load("impl", spec)
 
 
 def run(name: str, implementation: Implementation, device: str, numerics: tuple[str, ...] = ()) -> ConformanceReport:

@@ -7,7 +7,7 @@ Imports transformers (the `transformers` extra) when such a model is asked for.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moetail import module_function
 from moetail.bench import files
 from moetail.bench.step import StepModel
 
@@ -160,16 +161,14 @@ def input_tokens(model: Any, name: str, content: bytes) -> torch.Tensor:
 
 
 def _from_factory(name: str, device: torch.device) -> StepModel:
-    module, _, function = name.partition(":")
+    factory = module_function.load("model", name)
     try:
-        factory = getattr(importlib.import_module(module), function)
-    except Exception as error:  # the module is the user's: importing it may raise anything
-        raise ValueError(
-            f"model must be a module:function to import (is its folder on PYTHONPATH?), got {name!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not callable(factory):
-        raise ValueError(f"model must be a module:function, got {name!r}, which is a {type(factory).__name__}")
+        inspect.signature(factory).bind(device)
+    except TypeError as error:
+        what = "model must be a factory that takes the device and returns a StepModel"
+        raise ValueError(f"{what}, got {name!r}: TypeError: {error}") from error
+    except ValueError:  # a builtin does not say what it takes
+        pass
     model = factory(device)
     methods = [member for member, value in vars(StepModel).items() if callable(value) and not member.startswith("_")]
     missing = [m for m in StepModel.__annotations__ if not hasattr(model, m)]
