@@ -34,7 +34,9 @@ def test_an_op_is_measured(op, tmp_path):
         assert list(row["ratios"]) == {"permute": ["torch sort"], "grouped_gemm": ["torch grouped_mm"]}.get(
             op, ["torch grouped_mm", "block 64"]
         )
-    assert rows[0]["case"] in " ".join(result.output.split())
+    text = " ".join(result.output.split())
+    assert rows[0]["case"] in text and "the definition in torch, no kernel of ours" in text
+    assert {row["device"] for row in rows} == {"cpu"}
 
 
 @pytest.mark.parametrize("op", ["route", "moe_block"])

@@ -88,7 +88,8 @@ def _measured(
     aa = stats.paired_ratio(paired[_OURS], paired["control"])
     return {
         "op": op, "case": " ".join(word for word in (str(size), part, routing) if word), **asdict(size),
-        "dtype": "bfloat16", "part": part, "routing": routing, "sets": sets, "experts_hit": case.experts_hit,
+        "device": device.type, "dtype": "bfloat16", "part": part, "routing": routing, "sets": sets,
+        "experts_hit": case.experts_hit,
         "bytes": case.num_bytes, "flops": case.flops, "us": us[_OURS], "tb_per_s": case.num_bytes / us[_OURS] / 1e6,
         "copy_tb_per_s": bytes_per_us / 1e6, "matmul_tflop_per_s": flops_per_us / 1e6,
         "tflop_per_s": case.flops / us[_OURS] / 1e6, "share_of_copy": by_bytes / us[_OURS], "floor_us": floor,

@@ -50,6 +50,7 @@ class KernelResult:
     """One shape in one mode; samples in microseconds a call, by contender (between edges: with them)."""
 
     op: str
+    device: str
     T: int
     K: int
     H: int
@@ -84,8 +85,8 @@ class KernelResult:
         name = "moetail TRTLLM"
         return {
             "op": self.op, "case": f"T={self.T} K={self.K} H={self.H} {self.mode}", "T": self.T, "K": self.K,
-            "H": self.H, "dtype": "bfloat16", "mode": self.mode, "l2": self.l2, "sets": self.sets,
-            "bytes": self.num_bytes, "us": self.cost_us(name),
+            "H": self.H, "device": self.device, "dtype": "bfloat16", "mode": self.mode, "l2": self.l2,
+            "sets": self.sets, "bytes": self.num_bytes, "us": self.cost_us(name),
             "tb_per_s": None if self.mode == "producer" else self.num_bytes / self.cost_us(name) / 1e6,
             "share_of_copy": self.share_of_copy(name), "over_part_us": self.over_part_us(),
             "arms": {
@@ -143,7 +144,20 @@ def run_shape(
     cold = sets * num_bytes >= l2_bytes
     per_call = {name: [us / sets for us in values] for name, values in samples.items()}
     return KernelResult(
-        op, T, K, H, mode, "cold" if cold else "warm", sets, num_bytes, per_call, ratios, aa, bits, tuple(missing)
+        op,
+        device.type,
+        T,
+        K,
+        H,
+        mode,
+        "cold" if cold else "warm",
+        sets,
+        num_bytes,
+        per_call,
+        ratios,
+        aa,
+        bits,
+        tuple(missing),
     )
 
 
