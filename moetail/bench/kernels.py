@@ -144,21 +144,9 @@ def run_shape(
     cold = sets * num_bytes >= l2_bytes
     per_call = {name: [us / sets for us in values] for name, values in samples.items()}
     return KernelResult(
-        op,
-        device.type,
-        T,
-        K,
-        H,
-        mode,
-        "cold" if cold else "warm",
-        sets,
-        num_bytes,
-        per_call,
-        ratios,
-        aa,
-        bits,
+        op, device.type, T, K, H, mode, "cold" if cold else "warm", sets, num_bytes, per_call, ratios, aa, bits,
         tuple(missing),
-    )
+    )  # fmt: skip
 
 
 def _num_sets(num_bytes: int, l2_bytes: int, l2: str) -> int:

@@ -84,9 +84,9 @@ def _launches(
         found = coverage.launches(model_facts(model), tp, max_tokens)
         return tuple(one for one in found if op in (None, one.shape.op))
     if op is None:
-        raise ValueError("op must be given without --model, got none")
+        raise ValueError("op must be named where there is no --model, got neither")
     if op not in coverage.FORMS:
-        raise ValueError(f"op must be tuned with --model, got {op!r} without")
+        raise ValueError(f"model must be given to tune {op}, which no --shape describes, got no --model")
     if not shape:
         raise ValueError(f"shape must be {coverage.FORMS[op]} where there is no --model, got none")
     sizes = [numbers("shape", text, coverage.FORMS[op]) for text in shape]
