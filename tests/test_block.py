@@ -102,7 +102,9 @@ def test_shapes(text, size):
     assert block.parse("moe_block", "16").E == 64
 
 
-@pytest.mark.parametrize("text", ["5,8,3", "0", "x", "5,2,3,64,48"])
+@pytest.mark.parametrize(
+    "text", ["5,8,3", "0", "x", "5,2,3,64,48", "²", "5,1025,3,64,48", "5,64,33,64,48", "5,8,3,60,48", "5,8,3,64,4"]
+)
 def test_bad_shapes(text):
     with pytest.raises(ValueError, match=r"^shape must"):
         block.parse("experts", text)

@@ -135,12 +135,37 @@ def test_an_interrupted_run_is_partial_and_goes_on(tmp_path, monkeypatch):
         (["--shape", "4,2,8", "--mode", "producer"], "mode must be one of chained, producer"),
         (["--shape", "4,2,8", "--mode", "fast"], "mode must be one of"),
         (["--shape", "4,2,8", "--l2", "tepid"], "l2 must be one of cold, warm"),
+        (["--shape", "4,2,8", "--l2", "2049"], "or a number of sets from 1 to 2048, got '2049'"),
+        (["--shape", "4,2,8", "--l2", "²"], "l2 must be one of cold, warm"),
+        (["--shape", "²,2,8"], "shape must be T,K,H"),
+        (["--shape", "4,2,8", "--l2", "2,"], "l2 must be one of cold, warm or a number of sets from 1 to 2048, got ''"),
+        (["--shape", "4,2,8", "--mode", "chained,"], "mode must be one of"),
+        (["--shape", "4,2,8", "--shape", "4,65,8"], "shape must have K <= 64 slots, got K=65"),
+        (["--op", "finalise"], "op must be one of finalize, "),
+        (["--shape", "4,2,8", "--ranks", "2"], "ranks must be left out with --op finalize, got 2"),
+        (["--op", "permute", "--shape", "4", "--mode", "producer"], "mode must be left out with --op permute"),
+        (["--op", "permute", "--shape", "4", "--l2", "warm"], "l2 must be left out with --op permute"),
+        (["--op", "route", "--shape", "4", "--svg", "x.svg"], "svg must be left out with --op route"),
+        (["--shape", "4,2,8", "--mode", "producer", "--svg", "x.svg"], "svg must be left out where no mode is chained"),
+        (["--device", "gpu"], "device must be cpu"),
+        (["--device", "cpu:1"], "device must be cpu"),
     ],
 )
-def test_bad_input(args, says):
+def test_bad_input(args, says, monkeypatch):
+    """Before anything is measured, also what the last of several shapes, modes or L2 states has."""
+    monkeypatch.setattr(kernels, "run_shape", lambda *_: pytest.fail("measured"))
     result = run("bench", "kernels", "--device", "cpu", *args)
     assert result.exit_code == cli.USAGE
     assert says in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("shape", ["9999999999999,2,64", "99999999999999999999,2,64"])
+def test_a_shape_larger_than_memory_is_one_sentence(shape):
+    result = run("bench", "kernels", "--device", "cpu", "--shape", shape)
+    assert result.exit_code == cli.USAGE, result.exception
+    assert f"shape T,K,H=({shape.replace(',', ', ')}) chained cold does not fit in memory" in " ".join(
+        result.stderr.split()
+    )
 
 
 @pytest.mark.parametrize(

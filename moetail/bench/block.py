@@ -18,6 +18,7 @@ import torch
 
 from moetail.bench import stats, timing
 from moetail.bench.contenders_block import CASES, Case, Size
+from moetail.routing import MAX_EXPERTS, MAX_TOP_K
 
 FLASH_TP2 = Size(8, 384, 6, 5120, 1152)
 E64 = Size(8, 64, 6, 5120, 1152)
@@ -35,13 +36,16 @@ _COPY_BYTES = 2**30  # a larger copy is no faster
 
 
 def parse(op: str, text: str) -> Size:
-    """ "T" alone, at the op's default sizes, or "T,E,K,H,I". Raises: ValueError for another text."""
+    """ "T" alone, at the op's default sizes, or "T,E,K,H,I". Raises: ValueError for another text, and for sizes that
+    the op or what it is compared with does not take."""
     parts = text.split(",")
     if len(parts) not in (1, 5) or not all(n.strip().isdecimal() and int(n) > 0 for n in parts):
         raise ValueError(f"shape must be T or T,E,K,H,I, numbers above 0, got {text!r}")
     size = Size(*map(int, parts)) if len(parts) == 5 else replace(DEFAULTS[op][0], T=int(text))
-    if size.K > size.E:
-        raise ValueError(f"shape must have K <= E, got {text!r}")
+    if not size.K <= size.E <= MAX_EXPERTS or size.K > MAX_TOP_K:
+        raise ValueError(f"shape must have K <= E <= {MAX_EXPERTS} and K <= {MAX_TOP_K}, got {text!r}")
+    if op not in ("route", "permute") and (size.H % 8 or size.I % 8):
+        raise ValueError(f"shape must have H and I that are multiples of 8 (grouped_mm's 16 bytes), got {text!r}")
     return size
 
 
