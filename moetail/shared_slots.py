@@ -29,7 +29,7 @@ class SharedSlots:
     def of(num_experts: int, count: int, device: torch.device) -> SharedSlots:
         """`count` slots behind `num_experts` routed experts. Raises: ValueError for a number below 1."""
         for name, value in (("num_experts", num_experts), ("count", count)):
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value!r}")
         ids = torch.arange(num_experts, num_experts + count, dtype=torch.int32, device=device)
         return SharedSlots(num_experts, ids, torch.ones(count, device=device))
