@@ -209,6 +209,25 @@ def test_ceiling_is_arithmetic():
     assert slower.gain < 0 and slower.allows(0.0) and not slower.allows(0.001)
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("--step-ms nan --shape 1,2,3", "step-ms must be a number above 0, got nan"),
+        ("--step-ms inf --shape 1,2,3", "step-ms must be a number above 0, got inf"),
+        ("--step-ms 5 --shape 1,2,3 --tb-per-s 0", "tb-per-s must be a number above 0, got 0.0"),
+        ("--step-ms 5 --separate-us inf --fused-us 3", "separate-us must be a number above 0, got inf"),
+        ("--step-ms 5 --separate-us 5 --fused-us -1", "fused-us must be a number above 0, got -1.0"),
+        ("--step-ms 5 --fused-us 3", "or --shape, got --fused-us"),
+        ("--step-ms 5", "or --shape, got none of them"),
+        ("--step-ms 5 --shape 1,2", "shape must be T,K,H"),
+        ("--step-ms 0.001 --shape 4096,8,7168", "step_us must be at least the tails alone"),
+    ],
+)
+def test_bad_ceilings(args, says):
+    result = run("ceiling", "--layers", 3, *args.split())
+    assert result.exit_code == cli.USAGE and says in result.stderr
+
+
 def test_ceiling_from_bytes():
     c = ceiling.from_bytes(4096, 6, 5120, 4.0, layers=40, step_us=62190.0)
     assert c.separate_us / c.fused_us == pytest.approx(1.25)  # (K + 4) / (K + 2)
@@ -230,7 +249,7 @@ def test_ceiling_refuses(field):
         (["--shape", "8,6,5120"], cli.OK, "less time"),
         (["--shape", "8,6,5120", "--fused-us", 4], cli.USAGE, "either"),
         ([], cli.USAGE, "either"),
-        (["--shape", "8,6,5120", "--tb-per-s", 0], cli.USAGE, "tb_per_s must be above 0"),
+        (["--shape", "8,6,5120", "--tb-per-s", 0], cli.USAGE, "tb-per-s must be a number above 0"),
     ],
 )
 def test_ceiling_command(args, code, says):
