@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from moetail import tuning
 from moetail.models import ExpertsFacts, ModelFacts
 from moetail.ops.grouped_gemm import block_ranges
-from moetail.plan import Place, Plan, WorldFacts, plan_tails
+from moetail.plan import Place, Range, WorldFacts, plan_tails
 from moetail.tuning import Key, Segment, Shape
 
 BF16 = torch.bfloat16
@@ -24,8 +24,8 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Launch:
-    """An op's shape, in calls of min_T to max_T tokens, both included. Not `tunable`: the op has one config. `later`:
-    a drafter's, which matters less."""
+    """An op's shape, in calls of min_T to max_T tokens, both included. Not `tunable`: its config follows from the call,
+    and no file changes it. `later`: a drafter's, which matters less."""
 
     shape: Shape
     min_T: int
@@ -35,10 +35,13 @@ class Launch:
 
 
 def launches(facts: ModelFacts, tp: int, max_tokens: int) -> tuple[Launch, ...]:
-    """What the MoE layers of a rank launch, from router to tail; experts run the `triton` backend.
+    """What the MoE layers of a rank launch, from router to tail, and the streams of a decoder with mHC; experts run the
+    `triton` backend. What is torch's own is not listed: dense products, shared experts that are no slots, an Engram.
 
     Raises: ValueError for facts without experts, and for ranks that cannot split them.
     """
+    from moetail.ops import route_triton
+
     if not facts.experts:
         raise ValueError(f"model must have experts whose sizes are known, got {facts.name}")
     plan = plan_tails(facts.layers, WorldFacts(max_tokens, tp))
@@ -46,16 +49,22 @@ def launches(facts: ModelFacts, tp: int, max_tokens: int) -> tuple[Launch, ...]:
     for kind in facts.experts:
         if kind.I % tp:
             raise ValueError(f"tp must divide the experts' {kind.I} columns, got {tp}")
-        found += [*_experts(kind, kind.I // tp, max_tokens), *_tails(kind, plan, tp)]
-    return tuple(dict.fromkeys(found))
+        if kind.router is not None:
+            shape = route_triton.tuned_shape(kind.E, kind.router, torch.float32)
+            found.append(Launch(shape, 1, max_tokens, later=kind.is_drafter))
+        for layer in facts.layers:
+            if layer.is_moe and layer.is_drafter == kind.is_drafter:
+                sized = replace(kind, E=kind.E + layer.shared_slots, K=kind.K + layer.shared_slots)
+                found += _experts(sized, kind.I // tp, max_tokens)
+                found += _tail(sized, plan.ranges[layer.index], tp, facts.hc)
+    if facts.hc:
+        found += _streams(facts.H, facts.hc, tp, max_tokens)
+    return _joined(found)
 
 
 def _experts(kind: ExpertsFacts, inner: int, max_tokens: int) -> Iterable[Launch]:
-    from moetail.ops import grouped_gemm_triton, permute_triton, route_triton
+    from moetail.ops import grouped_gemm_triton, permute_triton
 
-    if kind.router is not None:
-        shape = route_triton.tuned_shape(kind.E, kind.router, torch.float32)
-        yield Launch(shape, 1, max_tokens, later=kind.is_drafter)
     for block, first, last in block_ranges(kind.K, kind.E, max_tokens):
         yield Launch(permute_triton.tuned_shape(kind.E, kind.K, block), first, last, later=kind.is_drafter)
         for N, Kd, is_first in ((2 * inner, kind.H, True), (kind.H, inner, False)):
@@ -65,20 +74,58 @@ def _experts(kind: ExpertsFacts, inner: int, max_tokens: int) -> Iterable[Launch
             yield Launch(shape, first, last, later=kind.is_drafter)
 
 
-def _tails(kind: ExpertsFacts, plan: Plan, tp: int) -> Iterable[Launch]:
-    from moetail.ops import finalize_triton
+def _tail(kind: ExpertsFacts, ranges: Iterable[Range], tp: int, hc: int) -> Iterable[Launch]:
+    """What finishes one layer's calls, by place, as `MoELayer` and `models.tails.Arm.boundary` do."""
+    across = "_all_reduce" if tp > 1 else ""
+    ops = {
+        Place.NEXT_LAYER: (f"finalize{across}_{'mhc' if hc else 'norm'}",),
+        Place.MOE_LAYER: (f"finalize{across}",),
+        Place.EXPERTS: ("finalize", "all_reduce") if tp > 1 else ("finalize",),
+    }
+    for part in ranges:
+        for op in ops[part.place]:
+            shape, tunable = _tail_shape(op, kind.K, kind.H, hc)
+            yield Launch(shape, max(part.min_T, 1), part.max_T, tunable, kind.is_drafter)
 
-    shape = finalize_triton.tuned_shape(kind.K, kind.H, BF16)
-    for layer, ranges in zip(plan.layers, plan.ranges, strict=True):
-        if layer.is_drafter != kind.is_drafter:
-            continue
-        for part in ranges:
-            first, last = max(part.min_T, 1), part.max_T
-            if part.place is Place.EXPERTS or (part.place is Place.MOE_LAYER and tp == 1):
-                yield Launch(shape, first, last, later=kind.is_drafter)
+
+def _tail_shape(op: str, K: int, H: int, hc: int) -> tuple[Shape, bool]:
+    """(its shape, whether it is tunable)"""
+    from moetail.ops import finalize_mhc_triton, finalize_norm_triton, finalize_triton
+
+    if op == "finalize":
+        return finalize_triton.tuned_shape(K, H, BF16), True
+    if op == "finalize_norm":
+        return finalize_norm_triton.tuned_shape(K, H, BF16), True
+    if op == "finalize_mhc":
+        return finalize_mhc_triton.tuned_shape(K, H, BF16, hc), True
+    dims = (("H", H),) if op == "all_reduce" else (("K", K), ("H", H))
+    return Shape(op, (*dims, ("hc", hc)) if op.endswith("mhc") else dims), False
+
+
+def _streams(H: int, hc: int, tp: int, max_tokens: int) -> Iterable[Launch]:
+    """What a decoder with mHC launches beside its tails, as `models.deepseek_v41.Decoder` does at every number of
+    tokens: its first layer collapses the streams alone, each sublayer makes mixes, the attention's output is summed
+    over the ranks and mixed in, and nobody but mhc mixes in the last layer's, which is finished before."""
+    for op in ("mhc_collapse", "mhc_mixes", "mhc", *(("all_reduce_mhc",) if tp > 1 else ())):
+        yield Launch(Shape(op, (("H", H), ("hc", hc))), 1, max_tokens, tunable=False)
+
+
+def _joined(found: Iterable[Launch]) -> tuple[Launch, ...]:
+    """One launch a shape and interval of tokens: layers whose calls differ may launch the same."""
+    by_shape: dict[tuple[Shape, bool], list[Launch]] = {}
+    for one in found:
+        by_shape.setdefault((one.shape, one.tunable), []).append(one)
+    joined: list[Launch] = []
+    for (shape, tunable), same in by_shape.items():
+        later = all(one.later for one in same)
+        intervals: list[tuple[int, int]] = []
+        for first, last in sorted((one.min_T, one.max_T) for one in same):
+            if intervals and first <= intervals[-1][1] + 1:
+                intervals[-1] = (intervals[-1][0], max(intervals[-1][1], last))
             else:
-                op = "finalize_all_reduce" if part.place is Place.MOE_LAYER else "finalize_all_reduce_mhc"
-                yield Launch(Shape(op, shape.dims), first, last, tunable=False)
+                intervals.append((first, last))
+        joined += [Launch(shape, first, last, tunable, later) for first, last in intervals]
+    return tuple(joined)
 
 
 # What `moetail tune OP --shape` takes.
@@ -115,7 +162,7 @@ def key_of(shape: Shape, gpu: str, triton: str) -> Key:
 
 @dataclass(frozen=True)
 class Covered:
-    """A launch and the answers to all its calls."""
+    """A launch and the answers to all its calls; no answers where it is not tunable."""
 
     launch: Launch
     segments: tuple[Segment, ...]
@@ -126,7 +173,9 @@ class Covered:
 
 
 def coverage(found: Iterable[Launch], gpu: str, triton: str) -> tuple[Covered, ...]:
-    """The answers to every tunable launch."""
-    found = [one for one in found if one.tunable]
-    keys = [key_of(one.shape, gpu, triton) for one in found]
-    return tuple(Covered(one, tuning.segments(key, one.min_T, one.max_T)) for one, key in zip(found, keys, strict=True))
+    """The answers to every launch, those of the drafter alone last."""
+
+    def segments(one: Launch) -> tuple[Segment, ...]:
+        return tuning.segments(key_of(one.shape, gpu, triton), one.min_T, one.max_T) if one.tunable else ()
+
+    return tuple(Covered(one, segments(one)) for one in sorted(found, key=lambda one: one.later))

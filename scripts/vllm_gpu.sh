@@ -7,7 +7,9 @@
 #   bench     decode 1, 8, 32, 128 and prefill 2048, 8192 (with MODEL, LAYERS, QUANT, ROUNDS)
 #   tp2       the same on two GPUs
 #
-# VLLM_SITE: a folder with vLLM, where it is not installed (the kit's /tmp/site). OUT: where records go (default: results).
+# VLLM_SITE: any folder that holds vLLM, where it is not installed. OUT: where records go (default: results).
+# Exit code: 0; 1 where a part failed, and the last line says which, with its own exit code (1 from bench serve: slower, or
+# other tokens); the other parts have run. 2 for an unknown part, before any runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-results}
@@ -27,8 +29,12 @@ args=(--model "$model" --layers "${LAYERS:-8}" ${QUANT:+--quant "$QUANT"})
 name=serve-$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr 'A-Z ' 'a-z-')-$model${QUANT:+-$QUANT}
 cases=(--case decode=1 --case decode=8 --case decode=32 --case decode=128 --case prefill=2048 --case prefill=8192)
 # Of vLLM's log only what the plugin says and what went wrong.
-quiet() { grep -a --line-buffered "moetail\|tokens\|busy\|rror\|calls seen" | cut -c1-420; }
+quiet() { { grep -a --line-buffered "moetail\|tokens\|busy\|rror\|calls seen" || true; } | cut -c1-420; }
 serve() { python3 -m moetail.cli bench serve "$@" 2>&1 | quiet; }
+for part in "$@"; do
+    case $part in bits | eager | smoke | bench | tp2) ;; *) echo "unknown part $part" >&2; exit 2 ;; esac
+done
+failed=()
 for part in "$@"; do
     echo "== $part $(date +%T)"
     case $part in
@@ -38,7 +44,10 @@ for part in "$@"; do
         bench) serve "${args[@]}" --tokens 512 --rounds "${ROUNDS:-8}" "${cases[@]}" --profile-dir "$out/$name" --json "$out/$name.json" ;;
         tp2) python3 -m torch.distributed.run --nproc-per-node=2 -m moetail.cli bench serve "${args[@]}" --tokens 512 \
             --rounds "${ROUNDS:-8}" "${cases[@]}" --json "$out/$name-tp2.json" 2>&1 | quiet ;;
-        *) echo "unknown part $part" >&2; exit 2 ;;
-    esac
+    esac || failed+=("$part (exit code $?)")
 done
 echo "== end $(date +%T)"
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi

@@ -7,8 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from moetail import cli
-from moetail.bench import block, contenders_block
-from moetail.bench.contenders_block import CASES, Size
+from moetail.bench import block, contenders_block, contenders_fused_experts
+from moetail.bench.block import CASES
+from moetail.bench.contenders_block import Size
 
 CPU = torch.device("cpu")
 TINY = Size(5, 8, 3, 64, 48)
@@ -18,21 +19,21 @@ def run(*args):
     return CliRunner().invoke(cli.app, ["bench", "kernels", *map(str, args)])
 
 
-@pytest.mark.parametrize("op", ["permute", "grouped_gemm", "experts"])
+@pytest.mark.parametrize("op", ["permute", "grouped_gemm", "experts", "fused_experts"])
 def test_an_op_is_measured(op, tmp_path):
     out = tmp_path / "k.json"
     result = run("--op", op, "--shape", "5,8,3,64,48", "--device", "cpu", "--rounds", 4, "--json", out)
     assert result.exit_code == cli.OK, result.output
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == {"permute": 1, "grouped_gemm": 4, "experts": 2}[op]
+    assert len(rows) == {"permute": 1, "grouped_gemm": 4, "experts": 2, "fused_experts": 1}[op]
     for row in rows:
         assert {"moetail", "control", "copy", "matmul"} < set(row["arms"])
         by_bytes, by_flops = row["bytes"] / row["copy_tb_per_s"], row["flops"] / row["matmul_tflop_per_s"]
         assert row["floor_us"] == pytest.approx(max(by_bytes, by_flops) / 1e6)
         assert row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"])
         assert row["bound_by"] == ("bytes" if row["share_of_copy"] == row["share_of_floor"] else "flops")
-        assert list(row["ratios"]) == {"permute": ["torch sort"], "grouped_gemm": ["torch grouped_mm"]}.get(
-            op, ["torch grouped_mm", "block 64"]
+        assert list(row["ratios"]) == {"permute": ["torch sort"], "experts": ["torch grouped_mm", "block 64"]}.get(
+            op, ["torch grouped_mm"]
         )
     text = " ".join(result.output.split())
     assert rows[0]["case"] in text and "the definition in torch, no kernel of ours" in text
@@ -123,3 +124,24 @@ def test_on_a_gpu(op):
     for measure in block.runs(op, [size], torch.device("cuda", 0), 4).values():
         row = measure()
         assert 0 < row["share_of_floor"] < 1.5 and 0.1 < row["copy_tb_per_s"] < 20 and row["us"] > 0
+
+
+def test_what_vllm_tunes_is_as_much_as_what_we_tune():
+    from moetail.ops.grouped_gemm import BLOCKS
+    from moetail.ops.grouped_gemm_triton import candidates
+
+    ours = [len(candidates(block)) for block in BLOCKS]
+    assert len(contenders_fused_experts.DECODE) + 1 >= ours[0]
+    assert len(contenders_fused_experts.PREFILL) + 1 >= max(ours[1:])
+
+
+@pytest.mark.gpu
+def test_fused_experts_names_what_is_not_installed_or_measures_it():
+    import importlib.util
+
+    device = torch.device("cuda")
+    with torch.no_grad():
+        case = CASES["fused_experts"](Size(8, 16, 4, 256, 128), device, "random", "")
+        case.check()
+    there = importlib.util.find_spec("vllm") is not None
+    assert ("vllm fused_experts" in case.arms) == there and (case.missing == []) == there

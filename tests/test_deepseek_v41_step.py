@@ -1,6 +1,7 @@
 """bench forward on DeepSeek-V4.1: its cases, both arms' bits, tails alone, ranks, and the trimmed context."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from ranks import Ranks
 from typer.testing import CliRunner
 
 from moetail import cli
-from moetail.bench import deepseek_v41_step, deepseek_v41_tails, forward
+from moetail.bench import deepseek_v41_step, deepseek_v41_tails, forward, memory
 from moetail.bench.cases import parse_case
 from moetail.bench.deepseek_v41_step import DeepseekV41Model
 from moetail.bench.deepseek_v41_tails import Attention, MoE, RecordingArm
@@ -205,6 +206,7 @@ def test_the_tails_of_a_step(model, monkeypatch):
 
 def test_the_full_size_model_is_the_released_one_but_for_its_depth_and_table(monkeypatch):
     made = []
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**12)
     monkeypatch.setattr(deepseek_v41_step, "Decoder", lambda config, *a, **k: made.append((config, k)))
     for make in (
         deepseek_v41_step.flash_4_layers,
@@ -218,6 +220,36 @@ def test_the_full_size_model_is_the_released_one_but_for_its_depth_and_table(mon
     assert [config.num_hidden_layers for config, _ in made] == [4, 8, 4]
     plan = plan_tails(made[2][1]["facts"], WorldFacts(4096))
     assert [plan.place(2, T) for T in (16, 17)] == [Place.NEXT_LAYER, Place.MOE_LAYER]
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "says"),
+    [("cpu", {"cpu": 114.9e9}, r"parameters take 115\.0 GB, got 114\.9 GB free on cpu"),
+     ("cuda", {"cuda": 80e9, "cpu": 1e12}, r"parameters take 113\.0 GB, got 80\.0 GB free on cuda"),
+     ("cuda", {"cuda": 140e9, "cpu": 1e9}, r"parameters take 2\.0 GB, got 1\.0 GB free on cpu")],
+    ids=["ram", "gpu", "the-tables-of-a-gpu-in-ram"],
+)  # fmt: skip
+def test_a_machine_without_the_memory_is_refused_before_anything_is_allocated(monkeypatch, device, free, says):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(free[device.type]))
+    monkeypatch.setattr(deepseek_v41_step, "Decoder", lambda *a, **k: pytest.fail("allocates"))
+    monkeypatch.setattr(deepseek_v41_step.TensorParallel, "of", lambda *a: pytest.fail("allocates"))
+    with pytest.raises(ValueError, match=f"^model deepseek-v4.1-flash, 4 layers must fit in memory: its {says}"):
+        deepseek_v41_step.flash_4_layers(torch.device(device))
+
+
+def test_free_memory_of_a_host():
+    assert 2**20 < memory.free_bytes(CPU) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.gpu
+def test_free_memory_of_a_gpu_counts_what_the_allocator_keeps():
+    gpu = torch.device("cuda", 0)
+    before = memory.free_bytes(gpu)
+    x = torch.empty(2**30, dtype=torch.int8, device=gpu)
+    held = before - memory.free_bytes(gpu)
+    del x
+    freed = before - memory.free_bytes(gpu)  # the allocator has not given it back to the driver
+    assert 2**30 <= held < 2**30 + 2**26 and freed < 2**26
 
 
 @pytest.mark.gpu

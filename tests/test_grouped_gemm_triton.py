@@ -148,6 +148,17 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(device, activation):
             assert_same_bits(alone, want[2 * t : 2 * t + 2])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_block_with_few_rows_has_the_bits_of_a_full_one(device):
+    """A block of 128 with at most 32 or 64 rows multiplies no more than those: every count on both sides of that."""
+    counts = (1, 32, 33, 64, 65, 128, 129, 160, 161, 192, 193)
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).view(-1, 1).to(device)
+    x, w, _ = steps_that_cancel(sum(counts), len(counts), 64, device)
+    want = run(x, w, ids, gt.CANDIDATES[0])
+    for config in gt.candidates(128)[: 1 if device == "cpu" else None]:
+        assert_same_bits(run(x, w, ids, config), want)
+
+
 @pytest.mark.parametrize("config", list(gt.CONFIGS.values()), ids=str)
 def test_dead_rows_are_not_written(config):
     """Neither padding nor what lies past the end; and a block without an expert stops at once, whatever its rows."""

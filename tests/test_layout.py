@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "shared_slots": set(),
     "coverage": {"models", "ops", "plan", "tuning"},
     "plan": set(),
-    "models": {"comm", "contract", "layer", "models", "ops", "plan", "routing", "shared_slots"},
+    "models": {"comm", "contract", "experts", "layer", "models", "ops", "plan", "routing", "shared_slots"},
     "reference": {"numerics", "quantization", "reference", "routing"},
     "layer": {"contract", "plan", "shared_slots"},
     "experts": {"contract", "ops", "shared_slots"},

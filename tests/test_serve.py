@@ -92,6 +92,20 @@ def test_configs(tmp_path):
 
 
 def test_bad_input_is_one_sentence():
-    for args, message in ((["--case", "mix=1"], "case must be"), (["--fail-if", "bad"], "fail-if must be")):
+    for args, message in ((["--case", "mix=1"], "case must be"), (["--fail-if", "bad"], "fail-if must be"),
+                          (["--extra", "{"], "extra must be a JSON object of arguments of vllm.LLM, got '{': "),
+                          (["--extra", "[1]"], "moetail: extra must be a JSON object")):  # fmt: skip
         done = CliRunner().invoke(app, ["bench", "serve", *args])
         assert done.exit_code == 2 and message in done.output
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [([], r"^model must have MoE layers .*, got 'mine' without any"),
+     (["a: stock (its runner is MoERunner)"], r"^vLLM must have loaded the plugin .*, got \['a: stock")],
+    ids=["no-moe-layers", "no-plugin"],
+)  # fmt: skip
+def test_an_engine_without_a_layer_of_ours_is_refused(said, says):
+    with pytest.raises(ValueError, match=says):
+        serve.check_layers(said, "mine")
+    serve.check_layers([*said, "b: reduction without the copy"], "mine")

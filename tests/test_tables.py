@@ -49,7 +49,7 @@ def test_the_tables_print_rates_that_can_be_read():
     assert "TB/s" not in printed(tables.kernels_table([kernels_row("finalize", "cuda") | {"tb_per_s": None}]))
 
 
-@pytest.mark.parametrize("op", ["route", "permute", "grouped_gemm", "experts", "moe_block"])
+@pytest.mark.parametrize("op", ["route", "permute", "grouped_gemm", "experts", "fused_experts", "moe_block"])
 def test_a_definition_on_a_cpu_is_called_one(op):
     says = "the definition in torch, no kernel of ours"
     assert says in printed(tables.block_table([block_row(op, "cpu")]))

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 from dataclasses import dataclass
 
 import pytest
@@ -105,13 +106,10 @@ def test_the_grouped_gemms_at_few_and_many_tokens_come_first():
             assert all(a <= T <= b for a, b, T in mine)
 
 
-def wanted():
-    return tune.jobs([Launch(SHAPE, 1, 40)])
-
-
-def run(path, resume=False, go_on=lambda: True, notes=None):
+def run(path, resume=False, go_on=lambda: True, notes=None, shape=SHAPE, max_T=40):
     notes = [] if notes is None else notes
-    return tune.tune(wanted(), CPU, path, resume, go_on, lambda done, note: notes.append((done, note)))
+    jobs = tune.jobs([Launch(shape, 1, max_T)])
+    return tune.tune(jobs, CPU, path, resume, go_on, lambda done, note: notes.append((done, note)))
 
 
 @pytest.fixture
@@ -143,9 +141,9 @@ def folder(tmp_path, monkeypatch):
     tuning.forget()
 
 
-def answers(*tokens):
+def answers(*tokens, shape=SHAPE):
     tuning.forget()
-    key = key_of(SHAPE, "NVIDIA Test", tuning.triton_version())
+    key = key_of(shape, "NVIDIA Test", tuning.triton_version())
     return [
         (a.how, None if a.config is None else dict(a.config)["us"]) for a in (tuning.lookup(key, T) for T in tokens)
     ]
@@ -191,6 +189,79 @@ def test_a_stale_file_is_measured_again(folder, measured):
     assert measured == [8, 1, 16, 2, 32]
 
 
+@pytest.mark.parametrize("resume", [False, True], ids=["anew", "resume"])
+def test_another_shape_keeps_the_files_other_entries(folder, measured, resume):
+    path, other, notes = folder / "gpu.json", Shape("finalize", (("K", 8), ("H", 64))), []
+    run(path)
+    measured.clear()
+    assert run(path, resume, shape=other, notes=notes) == [] and measured == [8, 1, 16, 2, 32]
+    assert answers(1, 8, 40)[0] == answers(1, shape=other)[0] == ("exact", 11.0)
+    assert notes[0] == (0, f"{path}: kept are 1 of other shapes")
+    content = json.loads(path.read_text())
+    content["entries"] += [{**content["entries"][0], "gpu": "another"}, {**content["entries"][0], "triton": "another"}]
+    path.write_text(json.dumps(content))
+    measured.clear()
+    run(path, resume, notes=notes)
+    assert measured == ([] if resume else [8, 1, 16, 2, 32]) and len(json.loads(path.read_text())["entries"]) == 4
+
+
+def test_what_another_run_did_not_reach_stays_missing(folder, measured):
+    path = folder / "gpu.json"
+    run(path, go_on=lambda: len(measured) < 2)
+    run(path, shape=Shape("finalize", (("K", 8), ("H", 64))))
+    content = json.loads(path.read_text())
+    assert not content["complete"] and [(m["dims"]["K"], m["T"]) for m in content["missing"]] == [
+        (3, 16), (3, 2), (3, 4), (3, 32)
+    ]  # fmt: skip
+    run(path, resume=True)
+    assert json.loads(path.read_text())["complete"]
+
+
+def test_a_resumed_run_of_fewer_tokens_keeps_what_lies_above(folder, measured):
+    path = folder / "gpu.json"
+    run(path)
+    measured.clear()
+    run(path, resume=True, max_T=9)
+    assert measured == [] and answers(8, 10, 16, 40) == [
+        ("exact", 18.0), ("heuristic", None), ("exact", 26.0), ("bucket", 42.0)
+    ]  # fmt: skip
+    run(path, resume=True)
+    assert measured == [] and answers(10, 40) == [("bucket", 18.0), ("bucket", 42.0)]
+
+
+def test_a_file_that_is_not_of_configs_is_not_overwritten(folder, measured):
+    (folder / "gpu.json").write_text("mine")
+    with pytest.raises(ValueError, match=r"^config file .*gpu\.json must be JSON of schema"):
+        run(folder / "gpu.json")
+    assert (folder / "gpu.json").read_text() == "mine" and measured == []
+
+
+@pytest.mark.parametrize("field", ["source", "triton"])
+def test_the_command_of_the_stale_warning_measures_again_what_is_stale(folder, measured, monkeypatch, field):
+    path = folder / "a folder" / "gpu.json"
+    monkeypatch.setenv("MOETAIL_CONFIGS", str(path.parent))
+    other = Shape("finalize", (("K", 8), ("H", 64)))
+    run(path)
+    run(path, shape=other)
+    content = json.loads(path.read_text())
+    content["entries"][0][field] = "another"
+    path.write_text(json.dumps(content))
+    with pytest.warns(RuntimeWarning, match="are stale") as warned:
+        assert answers(8, 3) == [("stale", None)] * 2
+    command = shlex.split(str(warned[0].message).partition("with: moetail ")[2])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for stop_at, code, seen in ((2, cli.INTERRUPTED, [8, 1, 16]), (None, cli.OK, [2, 32]), (None, cli.OK, [])):
+        measured.clear()
+        measured.stop_at = stop_at
+        result = CliRunner().invoke(cli.app, command)
+        assert (result.exit_code, measured) == (code, seen), result.output
+        assert ("the same command goes on" in result.output) == (code == cli.INTERRUPTED)
+        assert ("nothing of this GPU is stale" in result.output) == (seen == [])
+    assert answers(8, 3, 40) == [("exact", 18.0), ("bucket", 12.0), ("bucket", 42.0)]
+    assert answers(8, shape=other) == [("exact", 18.0)] and json.loads(path.read_text())["complete"]
+    assert len(json.loads(path.read_text())["entries"]) == (2 if field == "source" else 3)
+
+
 def test_the_time_limit_begins_nothing_new(folder, measured):
     left = run(folder / "gpu.json", go_on=lambda: len(measured) < 2)
     assert measured == [8, 1] and [job.T for job in left] == [16, 2, 4, 32]
@@ -203,7 +274,8 @@ def test_within():
 
 @pytest.mark.parametrize(
     ("args", "says"),
-    [(["attention"], "op must be one of"), ([], "op must be named where there is no --model, got neither"),
+    [(["finalize", "--stale"], "stale must be without an op"), (["attention"], "op must be one of"),
+     ([], "op must be named where there is no --model, got neither"),
      (["route", "--shape", "8,2"], "model must be given to tune route"), (["finalize"], "shape must be K,H"),
      (["grouped_gemm", "--shape", "8,2"], "shape must be E,K,H,I"),
      (["finalize", "--shape", "6,5120"], "needs a CUDA GPU"),

@@ -1,7 +1,9 @@
 """Config lookup: exact, bucket, heuristic, stale; and that a config is time and never bits."""
 
+import importlib
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,7 +81,8 @@ def test_another_call_is_not_covered(folder, other):
 @pytest.mark.parametrize("field", ["source", "triton"])
 def test_a_stale_entry_is_reported_and_not_used(folder, field):
     write(folder, Key(**{**vars(KEY), field: "old"}))
-    with pytest.warns(RuntimeWarning, match="stale.*run moetail tune finalize"):
+    says = r"K=6 H=5120 bfloat16 .* stale.*with: moetail tune --stale --out .*gpu\.json$"
+    with pytest.warns(RuntimeWarning, match=says):
         answer = tuning.lookup(KEY, 1)
     assert (answer.how, answer.config) == ("stale", None) and "old" in answer.why
     with warnings.catch_warnings():
@@ -88,16 +91,45 @@ def test_a_stale_entry_is_reported_and_not_used(folder, field):
         assert [p.answer.how for p in tuning.segments(KEY, 1, 900)] == ["stale"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"schema": 1, "entries": []}', '{"schema": 2}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"schema": 1, "entries": []}', '{"schema": 2, "entries": {}}', '{"schema": 2}']
+)
 def test_a_file_that_is_none_is_an_error(folder, content):
     (folder / "gpu.json").write_text(content)
     with pytest.raises(ValueError, match=r"^config file .*gpu\.json must be"):
         tuning.lookup(KEY, 1)
 
 
+BROKEN = {
+    "no-gpu": (lambda e: e.pop("gpu"), "entry 1 must have gpu of type str, got no such field"),
+    "dims-a-list": (lambda e: e.update(dims=[6]), r"entry 1 must have dims of type dict, got \[6\]"),
+    "no-config": (
+        lambda e: e["buckets"][2].pop("config"),
+        r"entry 1 \(finalize K=6 H=5120 on NVIDIA Test\): bucket 2 must have config of type dict, got no such field",
+    ),
+    "T-a-string": (lambda e: e["buckets"][0].update(max_T="9"), "bucket 0 must have max_T of type int, got '9'"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), BROKEN.values(), ids=BROKEN)
+def test_an_entry_that_is_not_whole_is_named(folder, damage, says):
+    write(folder)
+    content = json.loads((folder / "gpu.json").read_text())
+    content["entries"].append(json.loads(json.dumps(content["entries"][0])))
+    damage(content["entries"][1])
+    (folder / "gpu.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"^config file .*gpu\.json: .*{says}"):
+        tuning.read(folder / "gpu.json")
+
+
 def test_a_gpu_is_named_by_a_part_of_its_name(folder):
     write(folder)
     assert tuning.gpu_named("test") == ("NVIDIA Test", "3.6.0")
+    content = json.loads((folder / "gpu.json").read_text())
+    (folder / "new.json").write_text(json.dumps({**content, "entries": [{**content["entries"][0], "triton": "3.9.0"}]}))
+    assert tuning.gpu_named("test, Triton 3.6") == ("NVIDIA Test", "3.6.0")
+    with pytest.raises(ValueError, match=r"NVIDIA Test, Triton 3\.6\.0; NVIDIA Test, Triton 3\.9\.0\), got 'test'"):
+        tuning.gpu_named("test")
     with pytest.raises(ValueError, match=r"^gpu must name one GPU of the config files \(.*NVIDIA Test.*\), got 'h900'"):
         tuning.gpu_named("h900")
 
@@ -168,6 +200,24 @@ def test_a_launch_gets_the_tuned_config_and_compiles_it(folder, monkeypatch):
         if hasattr(module, "config_for"):
             assert module.config_for(gpu, 9, *facts) == config != module.config_for(gpu, 10, *facts)
             assert config in module.every_config(gpu, *facts)
+
+
+@pytest.mark.parametrize("op", ["finalize", "finalize_mhc"])
+def test_a_new_file_is_seen_after_forget(folder, monkeypatch, op):
+    """By what a launch asks, which has a cache of its own in front of the lookup."""
+    from moetail import coverage
+
+    module = importlib.import_module(f"moetail.ops.{op}_triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: KEY.gpu)
+    gpu, facts = torch.device("cuda", 0), (3, 777, torch.bfloat16, *([4] if op == "finalize_mhc" else []))
+    guess = module.config_for(gpu, 9, *facts)
+    config = replace(guess, warps=32)
+    key = coverage.key_of(module.tuned_shape(*facts), KEY.gpu, tuning.triton_version())
+    entry = tuning.entry(key, [(Bucket(9, 9, 9, tuple(tuning.as_dict(config).items())), {})])
+    (folder / "gpu.json").write_text(json.dumps({"schema": tuning.SCHEMA, "entries": [entry]}))
+    assert module.config_for(gpu, 9, *facts) == guess != config
+    tuning.forget()
+    assert module.config_for(gpu, 9, *facts) == config
 
 
 def test_the_heuristic_answers_everywhere():

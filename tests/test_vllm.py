@@ -3,6 +3,8 @@ not what it knows. Against vLLM's own code: test_vllm_real.py."""
 
 import json
 import logging
+import os
+import subprocess
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +14,14 @@ import torch
 from ranks import Ranks
 
 from moetail import reference
+from moetail.comm.memory import one_shot_tokens
 from moetail.comm.workspace import Workspace
 from moetail.contract import MoEOutput, TailSpec, UnfinalizedMoEOutput
 from moetail.integrations import vllm
 from moetail.integrations.vllm import contract, facts, hooks, signatures
 from moetail.integrations.vllm.facts import Decision, LayerFacts, Reason
 from moetail.integrations.vllm.facts import Path as Place
-from moetail.integrations.vllm.tail import Call, Tail
+from moetail.integrations.vllm.tail import Call, Tail, make_workspace
 from moetail.numerics import Numerics
 from moetail.plan import Measured
 from moetail.testing import assert_same_bits
@@ -243,18 +246,58 @@ def _reduced(group, T):
         rows.view(-1, 96), hooks.route_major(T, 6, rows.device), None, shared, numerics=Numerics.PREWEIGHTED
     )
     workspace.destroy()
-    return tail.call.y, alone, runner.reduced
+    return tail.call.y, alone, runner.reduced, (tail.finished, tail.summed_by_vllm)
+
+
+def _plugins_workspace(group):
+    workspace = make_workspace(group, group, 96, torch.bfloat16, torch.device("cpu"))
+    return workspace.max_tokens
 
 
 def test_two_ranks_reduce_once_in_our_workspace_or_in_vllm():
     with Ranks(2) as ranks:
-        (y, a, reduced), (same, b, _) = ranks.run(_reduced, 4)
-        assert reduced == 0
+        (y, a, reduced, counts), (same, b, _, _) = ranks.run(_reduced, 4)
+        assert reduced == 0 and counts == (1, 0)
         assert_same_bits(y, (a.float() + b.float()).bfloat16())
         assert_same_bits(same, y)
-        for y, alone, reduced in ranks.run(_reduced, 5):  # more than the workspace holds
-            assert reduced == 1
+        for y, alone, reduced, counts in ranks.run(_reduced, 5):  # more than the workspace holds
+            assert reduced == 1 and counts == (0, 1)
             assert_same_bits(y, alone)
+        assert ranks.run(_plugins_workspace) == [one_shot_tokens(torch.device("cpu"), 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"), [((9, 9, 0), "; 9 of 9 calls seen"), ((9, 5, 3), "; 5 of 9 calls seen, 3 more but for vLLM's")]
+)
+def test_a_report_tells_what_vllms_all_reduce_finished(counts, said):
+    tail = tail_of(Runner(None), Place.FUSED_ALL_REDUCE)
+    tail.calls, tail.finished, tail.summed_by_vllm = counts
+    layer = torch.nn.Module()
+    layer.routed_experts, layer.tail = None, tail
+    (row,) = vllm.explain(layer)
+    assert said in str(row) and (row.calls, row.finished, row.summed_by_vllm) == counts
+
+
+@pytest.mark.parametrize(
+    ("parts", "fails", "code", "last", "ran"),
+    [(["bits", "smoke"], "none", 0, "== end", 2), (["bits", "smoke"], "pytest", 1, "failed: bits (exit code 7)", 2),
+     (["smoke", "bits", "eager"], "serve", 1, "failed: smoke (exit code 7) eager (exit code 7)", 3),
+     (["tp2", "bits"], "nproc-per-node", 1, "failed: tp2 (exit code 7)", 2), (["bits", "other"], "none", 2, "", 0)],
+    ids=["none", "the-first", "two-of-three", "behind-torchrun", "unknown"],
+)  # fmt: skip
+def test_the_gpu_script_says_which_part_failed(tmp_path, parts, fails, code, last, ran):
+    """With a python3 that says nothing and fails where its arguments hold `fails`."""
+    for name, text in (("python3", f'echo "$*" >> {tmp_path}/ran\ncase "$*" in *{fails}*) exit 7 ;; esac'),
+                       ("nvidia-smi", "echo NVIDIA Test")):  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "ran").touch()
+    script = Path(__file__).parent.parent / "scripts" / "vllm_gpu.sh"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    done = subprocess.run(["bash", script, *parts], capture_output=True, text=True, env=env)
+    said = (done.stdout.strip().splitlines() or [""])[-1]
+    assert done.returncode == code and said.startswith(last), done.stdout + done.stderr
+    assert len((tmp_path / "ran").read_text().splitlines()) == ran
 
 
 def test_the_known_releases_have_what_is_needed():

@@ -113,7 +113,7 @@ def test_each_fact_must_agree():
 def refused(group, overrides):
     try:
         Workspace(group, **{"max_tokens": 4, "hidden": 8, "device": CPU} | overrides.get(group.rank(), {}))
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return "made"
 
@@ -144,6 +144,50 @@ def test_ranks_with_other_configs_all_hear_it(three):
     (said,) = set(three.run(refused_with_configs, ["one", "one", "other"]))
     assert said.startswith("configs must be the same on every rank") and said.endswith("'other' on rank 2")
     assert three.run(refused_with_configs, ["one"] * 3) == ["made"] * 3
+
+
+def broken(group, error, args, on):
+    """A rank whose digest raises, as where its MOETAIL_CONFIGS is another."""
+    real = tuning.digest
+
+    def digest(device):
+        if group.rank() == on:
+            raise error(*args)
+        return real(device)
+
+    tuning.digest = digest
+    try:
+        Workspace(group, 4, 8, device=CPU)
+    except (ValueError, RuntimeError) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    finally:
+        tuning.digest = real
+    return "made"
+
+
+class OnlyHere(Exception):
+    """Unpickles nowhere: its constructor takes two."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} {b}")
+
+
+@pytest.mark.parametrize(
+    ("error", "args", "said"),
+    [(ValueError, ["MOETAIL_CONFIGS must be a folder"], "ValueError: MOETAIL_CONFIGS must be a folder"),
+     (KeyError, ["gpu"], "RuntimeError: KeyError('gpu')"), (OnlyHere, "ab", "RuntimeError: OnlyHere('a b')")],
+    ids=["value", "key", "of-its-own"],
+)  # fmt: skip
+def test_a_rank_that_fails_alone_is_heard_by_all(three, error, args, said):
+    """Before the gather it raised where it was, and its peers waited."""
+    assert three.run(broken, error, args, 1) == [f"{said} (on rank 1)"] * 3
+    assert three.run(refused, {}) == ["made"] * 3
+
+
+def test_a_device_that_one_rank_does_not_have_is_heard_by_all(three):
+    (said,) = set(three.run(refused, {2: {"device": "nonsense"}}))
+    assert "nonsense" in said and said.endswith("(on rank 2)")
+    assert three.run(refused, {}) == ["made"] * 3
 
 
 def life(group):

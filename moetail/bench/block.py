@@ -3,7 +3,8 @@
 Every row has a floor, of what was measured in the same interleaved rounds: the larger of the bytes that must be moved
 (the weights of the experts that are hit, the activations once) at a copy's bandwidth, and the FLOPs at the rate of a
 large matrix product. Four sets of routing choices rotate, so that few tokens do not find their experts in the L2 cache.
-The result is checked before it is timed; what it is compared with is said in `contenders_block.py`.
+The result is checked before it is timed; what it is compared with is said in `contenders_block.py` and
+`contenders_fused_experts.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 
-from moetail.bench import stats, timing
-from moetail.bench.contenders_block import CASES, Case, Size
+from moetail.bench import contenders_block, stats, timing
+from moetail.bench.contenders_block import Case, Size
+from moetail.bench.contenders_fused_experts import fused_experts
 from moetail.routing import MAX_EXPERTS, MAX_TOP_K
 
 FLASH_TP2 = Size(8, 384, 6, 5120, 1152)
@@ -27,8 +29,10 @@ DEFAULTS: dict[str, tuple[Size, tuple[int, ...]]] = {
     "permute": (FLASH_TP2, (1, 8, 64, 1024, 8192)),
     "grouped_gemm": (FLASH_TP2, (1, 8, 16, 64, 1024, 4096, 8192)),
     "experts": (FLASH_TP2, (8, 4096, 1, 16, 64, 8192)),
+    "fused_experts": (FLASH_TP2, (8, 4096, 1, 16, 64, 8192)),
     "moe_block": (E64, (8, 4096, 1, 2, 4, 16, 64, 256, 1024, 2048, 8192)),
 }
+CASES = {**contenders_block.CASES, "fused_experts": fused_experts}
 ROUTINGS = ("balanced", "random")
 _OURS = "moetail"
 _GRAPH_US = 300.0  # what one graph takes, at least: its own start is about 3 us

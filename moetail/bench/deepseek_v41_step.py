@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from moetail.bench import best_all_reduce, deepseek_v41_tails, models
+from moetail.bench import best_all_reduce, deepseek_v41_tails, memory, models
 from moetail.bench.cases import Case, Request
 from moetail.bench.deepseek_v41_tails import MoE, RecordingArm
 from moetail.bench.ranks import Ranks
 from moetail.bench.routing import balanced_index, check_routing
 from moetail.bench.step import Step, Tails
-from moetail.models import deepseek_v41_config, deepseek_v41_facts
+from moetail.models import deepseek_v41_config, deepseek_v41_facts, deepseek_v41_size
 from moetail.models.context import Context, Packed
 from moetail.models.deepseek_v41 import Decoder, Stream
 from moetail.models.deepseek_v41_config import FLASH, DeepseekV41Config
@@ -106,11 +106,28 @@ class DeepseekV41Model:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.ranks = Ranks(rank, world_size, torch.ones(1, device=device) if world_size > 1 else None)
         self.pipeline = Pipeline.of(rank, world_size, stages)
+        self._check_memory(world_size)
         self.tp = TensorParallel.of(_tensor_group(world_size, self.pipeline), _MAX_TOKENS, config.hidden_size, device)
         with models.fits_in_memory(f"model {name}"):
             self.decoder = Decoder(
                 config, device, self.tp, self.pipeline.layers(config.num_hidden_layers), engram_on_cpu=True, facts=facts
             )
+
+    def _check_memory(self, world_size: int) -> None:
+        """The ranks are of one host, whose memory they share: the Engram tables, and on a CPU everything.
+
+        Raises: ValueError.
+        """
+        stage = self.pipeline.layers(self.config.num_hidden_layers)
+        ranks = world_size // self.pipeline.size
+        self.config.check_tp(ranks)
+        total, tables = deepseek_v41_size.parameter_bytes(self.config, stage, ranks)
+        what, host = f"model {self.name}", torch.device("cpu")
+        if self.device.type == "cpu":
+            memory.check_fits(what, total * world_size, host)
+        else:
+            memory.check_fits(what, total - tables, self.device)
+            memory.check_fits(what, tables * world_size, host)
 
     def use(self, arm: str) -> None:
         """Raises: ValueError for an arm that is none of `arms`."""

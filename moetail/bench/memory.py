@@ -1,8 +1,10 @@
-"""Peak memory of one program, above what was allocated before it."""
+"""Peak memory of one program, above what was allocated before it; and what is free before one is begun."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -29,3 +31,25 @@ def peak_bytes(program: Callable[[], object], device: torch.device) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def free_bytes(device: torch.device) -> int:
+    """CUDA: what the driver has and what torch's allocator holds unused. CPU: what the system calls available, whatever
+    a container's limit; all of it where it does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return available[0] if available else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_fits(what: str, needed: int, device: torch.device) -> None:
+    """Before anything of `needed` bytes is allocated. Raises: ValueError naming `what` and both numbers."""
+    free = free_bytes(device)
+    if needed > free:
+        raise ValueError(
+            f"{what} must fit in memory: its parameters take {needed / 1e9:.1f} GB, got {free / 1e9:.1f} GB free on "
+            f"{device}"
+        )

@@ -8,6 +8,7 @@ rounds of a case; a pause between runs, longer than any inside one, separates th
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -51,6 +52,25 @@ def parse_case(text: str) -> Case:
     if kind not in ("decode", "prefill") or not size.isdigit() or int(size) < 1:
         raise ValueError(f"case must be decode=BATCH or prefill=TOKENS, got {text!r}")
     return Case(f"{kind}{size}", int(size), kind == "decode")
+
+
+def parse_extra(text: str) -> dict[str, Any]:
+    """Further arguments of vllm.LLM. Raises: ValueError."""
+    try:
+        extra = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"extra must be a JSON object of arguments of vllm.LLM, got {text!r}: {error}") from error
+    if not isinstance(extra, dict):
+        raise ValueError(f"extra must be a JSON object of arguments of vllm.LLM, got {text!r}")
+    return extra
+
+
+def check_layers(said: list[str], model: str) -> None:
+    """`said`: what `Engine.layers` says with the plugin on. Raises: ValueError where the plugin has none of them."""
+    if not said:
+        raise ValueError(f"model must have MoE layers that vLLM runs with its MoERunner, got {model!r} without any")
+    if all("its runner is" in line for line in said):
+        raise ValueError(f"vLLM must have loaded the plugin (its entry point, VLLM_PLUGINS), got {said[:1]}")
 
 
 def segments(activities: list[Activity], count: int, gap_ns: int = _GAP_NS) -> list[list[Activity]]:

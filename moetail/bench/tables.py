@@ -16,7 +16,8 @@ from moetail.bench.compare import Comparison
 _DEFINED_ON_CPU = {
     "finalize_mhc": "the hyper-connection behind finalize", "finalize_norm_fp8": "the quantizing behind the norm",
     "route": "route", "permute": "permute", "grouped_gemm": "grouped_gemm",
-    "experts": "permute and grouped_gemm in `moetail`", "moe_block": "route, permute and grouped_gemm in `moetail`",
+    "experts": "permute and grouped_gemm in `moetail`", "fused_experts": "permute and grouped_gemm in `moetail`",
+    "moe_block": "route, permute and grouped_gemm in `moetail`",
 }  # fmt: skip
 _MARKED = re.compile(r"(<!-- (?P<kind>table|kernels): (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -9,6 +9,7 @@ each, so that an interrupted run keeps what it has.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,37 @@ def jobs(launches: Iterable[Launch]) -> list[Job]:
     return sorted(found, key=order)
 
 
+def stale_launches(path: Path, gpu: str) -> list[Launch]:
+    """What a file has for this GPU of another kernel or Triton, and what a run did not reach: to be measured again.
+
+    Raises: ValueError for a file that is none, and for an entry that is not one of this tuner's.
+    """
+    triton = tuning.triton_version()
+    spans: dict[Shape, list[tuple[int, int]]] = {}
+    fresh: set[Shape] = set()
+    for entry in tuning.read(path):
+        if entry["gpu"] != gpu:
+            continue
+        shape = tuning.shape_of(entry)
+        if shape.op not in MAKERS or shape.dtype != _DTYPES.get(shape.op, "bfloat16"):
+            raise ValueError(f"config file {path} must be of what tune measures, got {shape} {shape.dtype}")
+        spans.setdefault(shape, []).extend((b["min_T"], b["max_T"]) for b in entry["buckets"])
+        if Key(shape, gpu, entry["source"], entry["triton"]) == key_of(shape, gpu, triton):
+            fresh.add(shape)
+    for one in _unreached(path):
+        shape = Shape(one["op"], tuple(one["dims"].items()), _DTYPES.get(one["op"], "bfloat16"))
+        spans.setdefault(shape, []).append((one.get("min_T", one["T"]), one.get("max_T", one["T"])))
+        fresh.discard(shape)
+    return [
+        Launch(shape, min(first for first, _ in span), max(last for _, last in span))
+        for shape, span in spans.items()
+        if span and shape not in fresh
+    ]
+
+
+_DTYPES = {"route": "float32"}  # of the inputs that MAKERS make; the others' are bf16
+
+
 def tune(
     wanted: Sequence[Job],
     device: torch.device,
@@ -76,21 +108,24 @@ def tune(
     on_job: Callable[[int, str], None],
 ) -> list[Job]:
     """Measure the jobs in order and write the file after each; returns those that are left. `go_on()` is asked before
-    each. `on_job(done, note)` follows each.
+    each. `on_job(done, note)` follows each. `resume`: what the file says of these jobs is not measured again.
 
-    Raises: ValueError for a file that cannot be gone on with. KeyboardInterrupt, with the file whole.
+    Raises: ValueError for a file that is there and is none of configs. KeyboardInterrupt, with the file whole.
     """
     gpu, triton = torch.cuda.get_device_name(device), tuning.triton_version()
     keys = {job.shape: key_of(job.shape, gpu, triton) for job in wanted}
     machine = record.machine()
-    found = _kept(path, wanted, keys) if resume else {}
+    before = _before(path, wanted, keys, resume)
+    found = dict(before.found)
     left = [job for job in wanted if job not in found]
-    on_job(len(found), f"{len(found)} are kept from {path}" if found else "")
+    on_job(len(found), before.note(path))
+    if not left:  # the intervals may be others
+        record.write(path, content(found, left, keys, machine, before))
     while left and go_on():
         job = left[0]
         found[job] = best(job, device)
         left.pop(0)
-        record.write(path, content(found, left, keys, machine))
+        record.write(path, content(found, left, keys, machine, before))
         on_job(len(found), f"{job.shape} T={job.T}: {found[job].note}")
     return left
 
@@ -148,35 +183,77 @@ def _equal(got: torch.Tensor, want: torch.Tensor) -> bool:
     return bool(torch.equal(got.view(bits), want.view(bits)))
 
 
+@dataclass(frozen=True)
+class Before:
+    """What the file has. entries, missing: not of this run's keys. found: of its jobs. beyond: its keys' buckets above
+    the largest of its jobs. Of its own keys nothing where the run does not resume."""
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[dict[str, Any]] = field(default_factory=list)
+    found: dict[Job, Found] = field(default_factory=dict)
+    beyond: dict[Shape, list[tuple[Bucket, dict[str, Any]]]] = field(default_factory=dict)
+
+    def note(self, path: Path) -> str:
+        parts = [(len(self.entries), "of other shapes"), (len(self.found), "of this run's measurements")]
+        kept = " and ".join(f"{count} {what}" for count, what in parts if count)
+        return f"{path}: kept are {kept}" if kept else ""
+
+
 def content(
-    found: dict[Job, Found], left: Sequence[Job], keys: dict[Shape, Key], machine: dict[str, Any]
+    found: dict[Job, Found], left: Sequence[Job], keys: dict[Shape, Key], machine: dict[str, Any], before: Before
 ) -> dict[str, Any]:
     """The file: an entry a shape, and what is missing. A job without a config leaves its tokens to the heuristic."""
-    entries = []
+    entries = list(before.entries)
     for shape, key in keys.items():
         buckets = [
             (Bucket(job.min_T, job.max_T, job.T, tuple(f.config.items())), f.measured)
             for job, f in found.items()
             if job.shape == shape and f.config
-        ]
+        ] + before.beyond.get(shape, [])
         if buckets:
             entries.append(tuning.entry(key, buckets))
-    missing = [{"op": job.shape.op, "dims": dict(job.shape.dims), "T": job.T} for job in left]
+    missing = [*before.missing, *(_missing(job) for job in left)]
     return {
-        "schema": tuning.SCHEMA, "machine": machine, "complete": not left, "missing": missing,
+        "schema": tuning.SCHEMA, "machine": machine, "complete": not missing, "missing": missing,
         "entries": entries,
     }  # fmt: skip
 
 
-def _kept(path: Path, wanted: Sequence[Job], keys: dict[Shape, Key]) -> dict[Job, Found]:
-    """What a file already says of the jobs; entries of another GPU, kernel or Triton are measured again."""
+def _missing(job: Job) -> dict[str, Any]:
+    return {"op": job.shape.op, "dims": dict(job.shape.dims), "T": job.T, "min_T": job.min_T, "max_T": job.max_T}
+
+
+def _unreached(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text()).get("missing", [])
+
+
+_INTERVAL = ("min_T", "max_T", "tuned_T", "config")
+
+
+def _before(path: Path, wanted: Sequence[Job], keys: dict[Shape, Key], resume: bool) -> Before:
+    """Entries of another kernel for the same shape, GPU and Triton are dead: they are measured again."""
     if not path.exists():
-        return {}
+        return Before()
+    ours = {(key.shape, key.gpu, key.triton): key.source for key in keys.values()}
+    entries: list[dict[str, Any]] = []
     known: dict[tuple[Shape, int], Found] = {}
+    beyond: dict[Shape, list[tuple[Bucket, dict[str, Any]]]] = {}
+    most = {shape: max(job.max_T for job in wanted if job.shape == shape) for shape in keys}
     for entry in tuning.read(path):
         shape = tuning.shape_of(entry)
-        if shape in keys and Key(shape, entry["gpu"], entry["source"], entry["triton"]) == keys[shape]:
+        source = ours.get((shape, entry["gpu"], entry["triton"]))
+        if source is None:
+            entries.append(entry)
+        elif resume and source == entry["source"]:
             for bucket in entry["buckets"]:
-                measured = {name: bucket[name] for name in ("heuristic_us", "us", "left_out")}
-                known[shape, bucket["tuned_T"]] = Found(bucket["config"], "kept", measured)
-    return {job: known[job.shape, job.T] for job in wanted if (job.shape, job.T) in known}
+                measured = {name: value for name, value in bucket.items() if name not in _INTERVAL}
+                if bucket["min_T"] > most[shape]:
+                    config = tuple(bucket["config"].items())
+                    interval = Bucket(bucket["min_T"], bucket["max_T"], bucket["tuned_T"], config)
+                    beyond.setdefault(shape, []).append((interval, measured))
+                else:
+                    known[shape, bucket["tuned_T"]] = Found(bucket["config"], "kept", measured)
+    found = {job: known[job.shape, job.T] for job in wanted if (job.shape, job.T) in known}
+    mine = [(shape.op, dict(shape.dims)) for shape in keys]
+    missing = [one for one in _unreached(path) if (one["op"], one["dims"]) not in mine]
+    return Before(entries, missing, found, beyond)

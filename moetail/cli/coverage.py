@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,7 @@ from moetail.cli.arguments import model_facts
 from moetail.cli.terminal import fail
 
 if TYPE_CHECKING:
-    from moetail.coverage import Covered, Launch
+    from moetail.coverage import Covered
     from moetail.tuning import Segment
 
 _STYLES = {"exact": "green", "bucket": "green", "heuristic": "yellow", "stale": "red"}
@@ -28,12 +29,14 @@ def coverage(
         str | None, typer.Option(help="part of a GPU's name, as in a config file; default: this one")
     ] = None,
     allow: Annotated[str, typer.Option(help="what is no failure: heuristic, stale; a list")] = "",
+    shared_slots: Annotated[int, typer.Option(min=0, help="shared experts that are slots of the experts")] = 0,
 ) -> None:
-    """Every kernel that the model's MoE layers can launch, and whether this GPU's tuned configs cover it.
+    """Every kernel of moetail's that the model's MoE layers can launch, and mHC's between them, and whether this GPU's
+    tuned configs cover it.
 
     exact: measured at that number of tokens. bucket: it lies in an interval that was. heuristic: not tuned. stale:
-    tuned with another kernel or Triton, and not used. No GPU is needed where --gpu names one of the config files;
-    Triton is then the one that the file was tuned with.
+    tuned with another kernel or Triton, and not used. fixed: nothing of it is tuned. No GPU is needed where --gpu
+    names one of the config files; Triton is then the one that the file was tuned with.
     Exit code: 0; 1 where anything is heuristic or stale that --allow does not name; 2 for bad input.
     """
     import torch
@@ -53,18 +56,24 @@ def coverage(
             name, triton = here, tuning.triton_version()
         else:
             name, triton = tuning.gpu_named(gpu)
-        launches = covering.launches(model_facts(model), tp, max_tokens)
+        launches = covering.launches(model_facts(model).with_shared_slots(shared_slots), tp, max_tokens)
         covered = covering.coverage(launches, name, triton)
     except (ValueError, ModuleNotFoundError) as error:
         fail(errors, str(error))
     out.print(_table(covered))
-    calls = {how: sum(one.tokens(how) for one in covered) for how in reversed(tuning.HOW)}
-    total = sum(calls.values())
-    shares = ", ".join(f"{how} {count / total:.1%}" for how, count in calls.items())
-    out.print(f"{model}, tp {tp}, up to {max_tokens} tokens on {name}, Triton {triton}: {shares} of {total} calls.",
+    counts = {how: sum(one.tokens(how) for one in covered) for how in reversed(tuning.HOW)}
+    total = sum(counts.values())
+    shares = ", ".join(f"{how} {count / total:.1%}" for how, count in counts.items())
+    slots = f" --shared-slots {shared_slots}" if shared_slots else ""
+    call = f"{shlex.quote(model)} --tp {tp} --max-tokens {max_tokens}{slots}"
+    out.print(f"{call}, on {name}, Triton {triton}. Of every tuned op at every number of tokens: {shares}.",
               highlight=False)  # fmt: skip
-    out.print(_fixed(launches), highlight=False)
-    if any(calls[how] for how in ("heuristic", "stale") if how not in allowed):
+    if any(counts[how] for how in ("heuristic", "stale") if how not in allowed):
+        errors.print(
+            f"not covered: on that GPU, moetail tune --model {call} --out FOLDER/gpu.json measures it; "
+            "MOETAIL_CONFIGS names the folder",
+            style="bold red", highlight=False, soft_wrap=True,
+        )  # fmt: skip
         raise typer.Exit(SLOWER)
 
 
@@ -72,8 +81,14 @@ def _table(covered: tuple[Covered, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading, justify in (("op", "left"), ("tokens", "right"), ("covered", "left"), ("why", "left")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    before = False
     for one in covered:
+        if one.launch.later and not before:
+            table.add_row("[bold]the drafter's alone:[/]")
+        before = one.launch.later
         name = str(one.launch.shape)
+        if not one.launch.tunable:
+            table.add_row(name, f"{one.launch.min_T}-{one.launch.max_T}", "fixed", "nothing to tune")
         for first, last, how, why in _joined(one.segments):
             table.add_row(name, f"{first}-{last}", f"[{_STYLES[how]}]{how}[/]", why)
             name = ""
@@ -94,8 +109,3 @@ def _joined(segments: tuple[Segment, ...]) -> list[tuple[int, int, str, str]]:
         else:
             rows.append((part.min_T, part.max_T, how, why))
     return rows
-
-
-def _fixed(launches: tuple[Launch, ...]) -> str:
-    ops = sorted({one.shape.op for one in launches if not one.tunable})
-    return f"With one config each, and nothing to tune: {', '.join(ops)}." if ops else "Nothing else is launched."

@@ -26,7 +26,7 @@ def kernels(
         str,
         typer.Option(
             help="finalize, finalize_norm, finalize_norm_fp8, finalize_mhc, finalize_all_reduce, route, permute, "
-            "grouped_gemm, experts, moe_block"
+            "grouped_gemm, experts, fused_experts, moe_block"
         ),
     ] = "finalize",
     shape: Annotated[

@@ -11,9 +11,10 @@ from __future__ import annotations
 import enum
 import uuid
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from moetail.comm.memory import MAX_WORLD_SIZE, Layout, cleared, one_shot_tokens
 # HOST_STATUS: the address of the host's copy of STATUS, so that check() needs no device sync.
 CALL, OWNER, LEFT, STATUS, TIMEOUT_NS, HOST_STATUS, PEERS = range(7)
 
+_Made = TypeVar("_Made")
 
 # A schema carries no process group, only its name. The workspaces own the groups; this only finds them.
 gloo_groups: weakref.WeakValueDictionary[str, dist.ProcessGroupGloo] = weakref.WeakValueDictionary()
@@ -152,7 +154,8 @@ class Workspace:
                call returns NaN and `check()` raises; on a CPU the calls raise
     device     the current CUDA device where there is one, else the CPU
 
-    Raises: ValueError naming the argument, on every rank, where it is out of range or differs between ranks;
+    Raises: ValueError naming the argument, on every rank, where it is out of range or differs between ranks, and where
+    one rank cannot read its config files; RuntimeError, on every rank, where one has no such device or memory;
     RuntimeError during a CUDA graph capture.
     """
 
@@ -179,27 +182,36 @@ class Workspace:
     ) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"group must be a torch.distributed.ProcessGroup or None, got {group!r}")
-        device = _resolved(device)
+        _refuse_capture()  # no rank can gather in one: this is the only error that the others do not hear of
         rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
-        facts = Facts(
-            max_tokens, hidden, dtype, timeout_s, device.type, world_size, one_shot_tokens(device, world_size)
-        )
+
+        def say() -> tuple[torch.device, Facts, str, str]:
+            """What may raise on this rank only: a device that is not here, config files that cannot be read."""
+            here = _resolved(device)
+            tokens = one_shot_tokens(here, world_size)
+            facts = Facts(max_tokens, hidden, dtype, timeout_s, here.type, world_size, tokens)
+            return here, facts, tuning.digest(here), uuid.uuid4().hex
+
         name = ""
-        if group is not None and world_size > 1:  # before any check of its own: a rank that raised would not arrive
-            everyone = _gathered((facts, uuid.uuid4().hex, tuning.digest(device)), group, device)
-            check_agreement([theirs for theirs, _, _ in everyone])
-            tuning.check_ranks([theirs for _, _, theirs in everyone])
-            name = everyone[0][1]
+        if group is None or world_size == 1:
+            here, facts, _, _ = say()
+        else:  # before any check of its own: a rank that raised would not arrive
+            mine = _attempted(say)
+            everyone = _from_all(mine, group, None if isinstance(mine, Exception) else mine[0])
+            check_agreement([theirs for _, theirs, _, _ in everyone])
+            tuning.check_ranks([theirs for _, _, theirs, _ in everyone])
+            here, facts, _, _ = everyone[rank]
+            name = everyone[0][3]
         facts.check()
         if group is None or world_size == 1:
-            self._own(rank, facts, device, peers=[0], memory=None)
-        elif device.type == "cpu":
+            self._own(rank, facts, here, peers=[0], memory=None)
+        elif here.type == "cpu":
             exchange = _gloo_group(group, name, timeout_s)
-            self._own(rank, facts, device, peers=[0] * world_size, memory=exchange)
+            self._own(rank, facts, here, peers=[0] * world_size, memory=exchange)
             self.group_name = name
             gloo_groups[name] = exchange
         else:
-            self._own(rank, facts, device, *_symmetric_memory(group, facts, device))
+            self._own(rank, facts, here, *_symmetric_memory(group, facts, here))
 
     @staticmethod
     def virtual(
@@ -214,6 +226,7 @@ class Workspace:
 
         Raises: ValueError as the constructor does, and for a device that is no GPU.
         """
+        _refuse_capture()
         device = _resolved(device)
         if device.type != "cuda":
             raise ValueError(f"device must be a cuda device for virtual ranks, got {device}")
@@ -280,7 +293,7 @@ class Workspace:
         """
         if self.destroyed:
             return
-        _refuse_capture(self.device)
+        _refuse_capture()
         self.destroyed = True
         word = Fault(FaultKind.DESTROYED).encode()
         self.control[STATUS] = word
@@ -306,21 +319,39 @@ def _resolved(device: torch.device | None) -> torch.device:
         device = torch.device(default if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be a cpu or cuda device, got {device!r} ({error})") from error
-    _refuse_capture(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
-def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def _refuse_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a Workspace must be made and destroyed outside of a CUDA graph capture, got one under way")
 
 
-def _gathered(mine: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+def _attempted(make: Callable[[], _Made]) -> _Made | Exception:
+    """What `make` returns, or its error, for `_from_all`."""
+    try:
+        return make()
+    except Exception as error:  # of a class that every rank can unpickle
+        known = next((kind for kind in (ValueError, RuntimeError) if isinstance(error, kind)), None)
+        told = RuntimeError(repr(error)) if known is None else known(str(error))
+        told.__cause__ = error
+        return told
+
+
+def _from_all(mine: Any, group: dist.ProcessGroup, device: torch.device | None) -> list[Any]:
+    """What each rank has, in rank order. A rank whose attempt failed takes part with its error, so that none waits.
+
+    device  through which NCCL gathers; None, or a CPU: the current one
+    Raises: the first rank's error, on every rank, with the rank.
+    """
     everyone: list[Any] = [None] * group.size()
-    with torch.cuda.device(device.index if device.type == "cuda" else -1):  # NCCL gathers through the current device
+    with torch.cuda.device(device.index if device is not None and device.type == "cuda" else -1):
         dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        if isinstance(theirs, Exception):
+            raise type(theirs)(f"{theirs} (on rank {rank})") from (mine if isinstance(mine, Exception) else None)
     return everyone
 
 
@@ -347,11 +378,15 @@ def _symmetric_memory(group: dist.ProcessGroup, facts: Facts, device: torch.devi
 
     with torch.cuda.device(device):
         layout = facts.layout()
-        memory = symm_mem._SymmetricMemory.empty_strided_p2p((layout.size // 2,), (1,), torch.int16, device)
+        size = (layout.size // 2,)
+        memory = _attempted(lambda: symm_mem._SymmetricMemory.empty_strided_p2p(size, (1,), torch.int16, device))
+        # A rank whose GPU is full raises: the others would wait for it in the rendezvous.
+        _from_all(memory if isinstance(memory, Exception) else None, group, device)
+        assert not isinstance(memory, Exception), "it raised"
         handle = symm_mem.rendezvous(memory, group.group_name)
         cleared(memory, layout)
         torch.cuda.synchronize(device)
     # buffer_ptrs are the blocks' and a tensor may lie inside one. The gather is also the barrier: no rank pushes before
     # every rank has cleared its memory.
-    offsets = _gathered(memory.data_ptr() - handle.buffer_ptrs[group.rank()], group, device)
+    offsets = _from_all(memory.data_ptr() - handle.buffer_ptrs[group.rank()], group, device)
     return [base + offset for base, offset in zip(handle.buffer_ptrs, offsets, strict=True)], (memory, handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moetail.plan import LayerFacts
 from moetail.routing import Router
@@ -28,7 +28,7 @@ class ExpertsFacts:
 @dataclass(frozen=True)
 class ModelFacts:
     """layers: the model's and then its drafter's. stage_cuts: the layers at which a pipeline stage may start, None for
-    any. experts: the kinds of MoE layers."""
+    any. experts: the kinds of MoE layers. hc: the residual streams of a decoder with mHC, 0 for one residual."""
 
     name: str
     layers: tuple[LayerFacts, ...]
@@ -36,6 +36,22 @@ class ModelFacts:
     H: int
     stage_cuts: tuple[int, ...] | None = None
     experts: tuple[ExpertsFacts, ...] = ()
+    hc: int = 0
+
+    def with_shared_slots(self, count: int) -> ModelFacts:
+        """These facts with the shared experts of every layer as so many slots of its experts (0: as they are).
+
+        Raises: ValueError where there are no shared experts.
+        """
+        if count == 0:
+            return self
+        if not any(layer.has_shared_experts for layer in self.layers):
+            raise ValueError(f"shared_slots must be 0 for {self.name}, which has no shared experts, got {count}")
+        layers = (
+            replace(layer, has_shared_experts=False, shared_slots=count) if layer.has_shared_experts else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     def check_tp(self, tp: int) -> None:
         """Raises: ValueError where the experts' columns cannot be split among `tp` ranks."""

@@ -83,7 +83,7 @@ class DeepseekV41Config:
         """Raises: ValueError where `size` ranks cannot split the model evenly."""
         for name, value, unit in (
             ("o_groups", self.o_groups, 1),
-            ("moe_intermediate_size", self.moe_intermediate_size, 8),  # grouped_mm wants rows of whole 16 bytes
+            ("moe_intermediate_size", self.moe_intermediate_size, 8),  # rows of whole 16 bytes
             ("vocab_size", self.vocab_size, 1),
         ):
             if value % (size * unit):

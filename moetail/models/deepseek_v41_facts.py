@@ -31,7 +31,7 @@ def facts() -> ModelFacts:
         ExpertsFacts(E, K, H, I, Router.DEEPSEEK_V4),
         ExpertsFacts(drafter_E, drafter_K, H, I, replace(Router.DEEPSEEK_V4, top_k=drafter_K), is_drafter=True),
     )
-    return ModelFacts(NAME, layers(FLASH), K, H, STAGE_CUTS, experts)
+    return ModelFacts(NAME, layers(FLASH), K, H, STAGE_CUTS, experts, FLASH.hc_mult)
 
 
 def layers(

@@ -78,7 +78,7 @@ def launch(
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=8192)
+@tuning.follows_files
 def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype, hc: int) -> RowConfig:
     """The tuned config where this GPU has one for T, the heuristic's otherwise."""
     tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype, hc), kernel_hash(), T)

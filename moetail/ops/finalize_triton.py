@@ -59,7 +59,7 @@ def heuristic(T: int, H: int, element_size: int) -> FinalizeConfig:
     return _fitted(config, H, element_size)
 
 
-@functools.lru_cache(maxsize=8192)
+@tuning.follows_files
 def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype) -> FinalizeConfig:
     """The tuned config where this GPU has one for T, the heuristic's otherwise."""
     tuned = tuning.tuned(FinalizeConfig, device, tuned_shape(K, H, dtype), kernel_hash(), T)

@@ -165,7 +165,7 @@ def tuned_shape(
 
 @functools.cache
 def kernel_hash() -> str:
-    return tuning.source_hash(_dot, _grouped_gemm_kernel, _silu, _to)
+    return tuning.source_hash(_dot, _grouped_gemm_kernel, _rows, _silu, _to)
 
 
 @functools.cache
@@ -200,8 +200,6 @@ def _grouped_gemm_kernel(
     BLOCK_K: tl.constexpr, WEIGHT_LEFT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    HALF: tl.constexpr = COLUMNS // 2
-    N_OUT: tl.constexpr = N // 2 if SWIGLU else N
     # GROUP blocks of rows by all tiles, the blocks first: neighbours read the same rows of weight.
     group = tl.program_id(0) // (GROUP * TILES)
     within = tl.program_id(0) % (GROUP * TILES)
@@ -214,8 +212,32 @@ def _grouped_gemm_kernel(
     e = tl.load(block_expert + b)
     if e < 0:
         return
-    r = b * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(source + r)
+    at = source + b * BLOCK
+    if BLOCK == 128 and tl.load(at + 32) < 0:
+        _rows(x, weight, bias, at, out, x_stride, weight_stride_e, weight_stride_n, weight_stride_k, bias_stride,
+              limit, e, b, tile, N, KD, K, GATHER, SWIGLU, LIMITED, BLOCK, 32, COLUMNS, BLOCK_K, True)  # fmt: skip
+    elif BLOCK == 128 and tl.load(at + 64) < 0:
+        _rows(x, weight, bias, at, out, x_stride, weight_stride_e, weight_stride_n, weight_stride_k, bias_stride,
+              limit, e, b, tile, N, KD, K, GATHER, SWIGLU, LIMITED, BLOCK, 64, COLUMNS, BLOCK_K, True)  # fmt: skip
+    else:
+        _rows(x, weight, bias, at, out, x_stride, weight_stride_e, weight_stride_n, weight_stride_k, bias_stride,
+              limit, e, b, tile, N, KD, K, GATHER, SWIGLU, LIMITED, BLOCK, BLOCK, COLUMNS, BLOCK_K,
+              WEIGHT_LEFT)  # fmt: skip
+
+
+@triton.jit
+def _rows(
+    x, weight, bias, source_at, out, x_stride, weight_stride_e, weight_stride_n, weight_stride_k, bias_stride, limit,
+    e, b, tile, N: tl.constexpr, KD: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SWIGLU: tl.constexpr,
+    LIMITED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    WEIGHT_LEFT: tl.constexpr,
+):  # fmt: skip
+    """The first ROWS rows of block b by one tile of expert e's columns."""
+    HALF: tl.constexpr = COLUMNS // 2
+    N_OUT: tl.constexpr = N // 2 if SWIGLU else N
+    i = tl.arange(0, ROWS)
+    r = b * BLOCK + i
+    slot = tl.load(source_at + i)
     live = slot >= 0
     row = tl.where(live, slot // K, 0) if GATHER else r
 
@@ -230,7 +252,7 @@ def _grouped_gemm_kernel(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     w_at = weight + e.to(tl.int64) * weight_stride_e + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
-    acc = tl.zeros([COLUMNS, BLOCK] if WEIGHT_LEFT else [BLOCK, COLUMNS], tl.float32)
+    acc = tl.zeros([COLUMNS, ROWS] if WEIGHT_LEFT else [ROWS, COLUMNS], tl.float32)
     for start in range(0, KD, BLOCK_K):
         x_here, w_here = live[:, None], here[:, None]
         if KD % BLOCK_K:
@@ -251,7 +273,7 @@ def _grouped_gemm_kernel(
     if bias is not None:
         y += tl.load(bias + e * bias_stride + n, mask=here, other=0.0).to(tl.float32)[None, :]
     if SWIGLU:
-        gate, up = tl.split(tl.permute(tl.reshape(y, [BLOCK, 2, HALF]), [0, 2, 1]))
+        gate, up = tl.split(tl.permute(tl.reshape(y, [ROWS, 2, HALF]), [0, 2, 1]))
         if LIMITED:  # not minimum and maximum, which drop a NaN
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))

@@ -15,17 +15,20 @@ NAME = "MoERunner"  # vLLM's class that is replaced, by its name
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one MoE layer runs and why. `calls`, `finished`: of the calls that Python saw (a replayed graph counts once,
-    at its capture), how many one kernel of ours finished."""
+    """What one MoE layer runs and why. `calls`: how many Python saw (a replayed graph counts once, at its capture).
+    `finished`: how many of them one kernel of ours finished. `summed_by_vllm`: those of which it made all but the sum
+    over ranks, which was vLLM's own all-reduce: more tokens than our workspace holds, or none could be made."""
 
     layer: str
     path: str
     reason: str
     calls: int
     finished: int
+    summed_by_vllm: int = 0
 
     def __str__(self) -> str:
-        return f"{self.layer}: {self.path} ({self.reason}); {self.finished} of {self.calls} calls seen"
+        summed = f", {self.summed_by_vllm} more but for vLLM's own all-reduce" if self.summed_by_vllm else ""
+        return f"{self.layer}: {self.path} ({self.reason}); {self.finished} of {self.calls} calls seen{summed}"
 
 
 def register() -> None:
@@ -63,7 +66,8 @@ def explain(model: Any) -> list[LayerReport]:
     for name, module in model.named_modules():
         tail = getattr(module, "tail", None)
         if tail is not None and hasattr(module, "routed_experts"):
-            rows.append(LayerReport(name, tail.decision.path.value, tail.decision.why, tail.calls, tail.finished))
+            path, why = tail.decision.path.value, tail.decision.why
+            rows.append(LayerReport(name, path, why, tail.calls, tail.finished, tail.summed_by_vllm))
         elif hasattr(module, "routed_experts") and hasattr(module, "_forward_impl"):
             rows.append(LayerReport(name, "stock", f"its runner is {type(module).__name__}", 0, 0))
     return rows

@@ -14,10 +14,6 @@ from dataclasses import dataclass
 
 from moetail.plan import Measured
 
-# The most tokens of one call that finalize + add + all-reduce exchange through our workspace; vLLM's own all-reduce has
-# the others. 256 is where the one-shot push stops in docs/tensor_parallel.md.
-ALL_REDUCE_MAX_TOKENS = 256
-
 # What `moetail bench serve` measured as slower: (path, GPU name) -> ranges of T, which keep vLLM's own kernels.
 SLOWER: dict[tuple[Path, str], tuple[Measured, ...]] = {}
 

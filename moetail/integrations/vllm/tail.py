@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moetail.comm.finalize_all_reduce import finalize_all_reduce
+from moetail.comm.memory import one_shot_tokens
 from moetail.comm.workspace import Workspace
 from moetail.integrations.vllm import facts
 from moetail.integrations.vllm.facts import Decision, Path
@@ -30,8 +31,9 @@ class Call:
 
 
 class Tail:
-    """Of one runner. `calls`, `finished`: how many calls Python saw, and how many of them one kernel of ours finished;
-    a replayed graph is seen once, when it is captured."""
+    """Of one runner. `calls`: how many Python saw; a replayed graph is seen once, when it is captured. `finished`: how
+    many of them one kernel of ours finished as the path says. `summed_by_vllm`: those that a kernel of ours finished
+    but for the sum over ranks, which vLLM's own all-reduce made."""
 
     def __init__(self, runner: Any, decision: Decision) -> None:
         self._runner = runner
@@ -39,6 +41,7 @@ class Tail:
         self.call: Call | None = None
         self.calls = 0
         self.finished = 0
+        self.summed_by_vllm = 0
 
     def take(
         self,
@@ -49,7 +52,7 @@ class Tail:
         num_valid_rows: torch.Tensor | None,
     ) -> bool:
         """Finish the call under way; False where vLLM's own reduction has to."""
-        call, path = self.call, self.decision.path
+        call, path, whole = self.call, self.decision.path, True
         T, H = row_map.shape[0], rows.shape[1]
         if call is None or facts.measured_slower(path, _gpu(rows.device), T):
             return False
@@ -59,23 +62,27 @@ class Tail:
             shared = self._shared(call)
             if shared.shape != (T, H) or shared.dtype != rows.dtype or shared.stride(1) != 1:
                 return False
-            call.y = self._added(rows, row_map, weights, shared, num_valid_rows, numerics)
-        self.finished += 1
+            call.y, whole = self._added(rows, row_map, weights, shared, num_valid_rows, numerics)
+        if whole:
+            self.finished += 1
+        else:
+            self.summed_by_vllm += 1
         return True
 
     def _added(
         self, rows: Any, row_map: Any, weights: Any, shared: Any, num_valid_rows: Any, numerics: Numerics
-    ) -> Any:
+    ) -> tuple[torch.Tensor, bool]:
+        """(the call's result, whether one kernel of ours made all of it)"""
         args = (rows, row_map, weights, shared)
         options = {"routed_scale": self._runner.routed_scaling_factor, "num_valid_rows": num_valid_rows,
                    "numerics": numerics}  # fmt: skip
         if self.decision.path is Path.FUSED:
-            return finalize(*args, **options)
+            return finalize(*args, **options), True
         workspace = self._runner.tail_workspace(rows.shape[1], rows.dtype)
         if workspace is not None and row_map.shape[0] <= workspace.max_tokens:
             workspace.check()
-            return finalize_all_reduce(*args, workspace=workspace, **options)
-        return self._runner.reduce_over_ranks(finalize(*args, **options))
+            return finalize_all_reduce(*args, workspace=workspace, **options), True
+        return self._runner.reduce_over_ranks(finalize(*args, **options)), False
 
     def _shared(self, call: Call) -> torch.Tensor:
         """The shared experts' output, on the current stream. It stays where the runner will pop it."""
@@ -98,11 +105,13 @@ def _gpu(device: torch.device) -> str:
 def make_workspace(
     group: Any, cpu_group: Any, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> Workspace | None:
-    """For all layers of one tensor-parallel group; made by all ranks together in their first call. None on every rank
-    where one of them cannot: vLLM's all-reduce then serves all."""
+    """For all layers of one tensor-parallel group, and calls that go in one shot: of more tokens vLLM's all-reduce has
+    the sum. Made by all ranks together in their first call. None on every rank where one of them cannot: vLLM's
+    all-reduce then serves all."""
     workspace = None
     try:
-        workspace = Workspace(group, facts.ALL_REDUCE_MAX_TOKENS, hidden, dtype, device=device)
+        max_tokens = one_shot_tokens(device, group.size())
+        workspace = Workspace(group, max_tokens, hidden, dtype, device=device)
     except (RuntimeError, ValueError) as error:
         problem = str(error)
     made = torch.tensor([workspace is not None], dtype=torch.int32)
