@@ -9,14 +9,13 @@ other cases say what it can take: absent slots, dead memory, odd sizes, weights 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from moetail import reference
+from moetail import module_function, reference
 from moetail.numerics import PRESETS, Numerics
 from moetail.testing import assert_same_bits, finalize_inputs
 
@@ -73,16 +72,7 @@ class ConformanceReport:
 
 def load(spec: str) -> Implementation:
     """`module:function`. Raises: ValueError saying what was wrong with it."""
-    module, colon, name = spec.partition(":")
-    if not colon:
-        raise ValueError(f"impl must be module:function, got {spec!r}")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"impl must be importable, got {spec!r}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"impl must be a function, got {spec!r}, a {type(function).__name__}")
-    return function
+    return module_function.load("impl", spec)
 
 
 def run(name: str, implementation: Implementation, device: str, numerics: tuple[str, ...] = ()) -> ConformanceReport:
@@ -100,7 +90,7 @@ def run(name: str, implementation: Implementation, device: str, numerics: tuple[
         for preset in presets:
             answer = lost or _try(case, PRESETS[preset], implementation, device)
             outcome[case.name][preset] = answer
-            if not lost and device == "cuda" and not _context_lives():
+            if not lost and device.startswith("cuda") and not _context_lives():
                 lost = f"not run: {case.name} took the CUDA context with it"
     core = [case.name for case in CASES if case.core]
     profiles = tuple(p for p in presets if all(outcome[c][p] == "same" for c in core))
@@ -117,7 +107,7 @@ def _try(case: ConformanceCase, numerics: Numerics, implementation: Implementati
         return f"undefined: {error}"
     try:
         got = implementation(x.rows, x.row_map, weights, shared)
-        if device == "cuda":
+        if device.startswith("cuda"):
             torch.zeros(1, device=device)  # a launch that failed is reported by the next one
             torch.cuda.synchronize()
     except Exception as error:  # whatever a foreign implementation raises is its answer

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map
 
 from moetail.numerics import Numerics
 
+_LARGEST_F32 = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True, eq=False)
 class UnfinalizedMoEOutput:
@@ -41,6 +43,8 @@ class UnfinalizedMoEOutput:
     num_valid_rows: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        _check_tensors(("rows", self.rows, True), ("row_map", self.row_map, True), ("weights", self.weights, False),
+                       ("num_valid_rows", self.num_valid_rows, False))  # fmt: skip
         if self.rows.dim() != 2:
             raise ValueError(f"rows must have two dimensions [R, H], got shape {tuple(self.rows.shape)}")
         if self.row_map.dim() != 2:
@@ -89,13 +93,20 @@ class TensorParallel(Protocol):
 
 @dataclass(frozen=True)
 class TailSpec:
-    """How a tail is computed, whoever computes it; `workspace`: of the ranks that it is summed over."""
+    """How a tail is computed, whoever computes it; `workspace`: of the ranks that it is summed over.
+
+    Raises: ValueError naming the field, what it was and what it must be.
+    """
 
     numerics: Numerics = Numerics.TRTLLM
     routed_scale: float = 1.0
     workspace: TensorParallel | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.numerics, Numerics):
+            raise ValueError(f"numerics must be a moetail.Numerics, got {self.numerics!r}")
+        if not isinstance(self.routed_scale, (int, float)) or not abs(self.routed_scale) <= _LARGEST_F32:
+            raise ValueError(f"routed_scale must be a number that fp32 holds, got {self.routed_scale!r}")
         if self.workspace is not None and not isinstance(self.workspace, TensorParallel):
             raise ValueError(f"workspace must be a moetail.Workspace or None, got {type(self.workspace).__name__}")
 
@@ -109,7 +120,7 @@ class MoEOutput:
     output that dies without either is a layer's result lost: a RuntimeWarning says so. The warning touches no device,
     so it may come inside a CUDA graph capture; code that torch.compile traced makes no object and cannot warn.
 
-    Raises: ValueError where `shared` has not the routed output's shape.
+    Raises: ValueError where a field is of another type, or `shared` has not the routed output's shape.
     """
 
     routed: UnfinalizedMoEOutput
@@ -117,6 +128,11 @@ class MoEOutput:
     tail: TailSpec = TailSpec()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.routed, UnfinalizedMoEOutput):
+            raise ValueError(f"routed must be a moetail.UnfinalizedMoEOutput, got {type(self.routed).__name__}")
+        if not isinstance(self.tail, TailSpec):
+            raise ValueError(f"tail must be a moetail.TailSpec, got {type(self.tail).__name__}")
+        _check_tensors(("shared", self.shared, False))
         want = (self.routed.num_tokens, self.routed.rows.shape[1])
         if self.shared is not None and self.shared.shape != want:
             raise ValueError(f"shared must have shape {want}, got {tuple(self.shared.shape)}")
@@ -212,6 +228,13 @@ def _completed(leaf: Any) -> Any:
         f"value must consist of tensors, numbers, strings, None and MoEOutput in tuples, lists and dicts, "
         f"got {type(leaf).__name__}"
     )
+
+
+def _check_tensors(*fields: tuple[str, object, bool]) -> None:
+    """(name, value, whether it must be there) of each. Raises: ValueError for one that is no tensor."""
+    for name, value, needed in fields:
+        if not isinstance(value, torch.Tensor) and (needed or value is not None):
+            raise ValueError(f"{name} must be a tensor{'' if needed else ' or None'}, got {type(value).__name__}")
 
 
 def _outlive_current_stream(*tensors: torch.Tensor | None) -> None:

@@ -18,7 +18,8 @@ from typing import TypeVar
 import torch
 
 from moetail.contract import UnfinalizedMoEOutput
-from moetail.ops.grouped_gemm import block_for, grouped_gemm
+from moetail.ops.finalize import check_tensors
+from moetail.ops.grouped_gemm import block_for, check_limit, grouped_gemm
 from moetail.ops.permute import permute
 from moetail.shared_slots import SharedSlots, join_weights
 
@@ -50,6 +51,10 @@ class _Weights:
     expert_map: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        check_tensors(("gate_up_proj", self.gate_up_proj, True), ("down_proj", self.down_proj, True),
+                      ("gate_up_bias", self.gate_up_bias, False), ("down_bias", self.down_bias, False),
+                      ("expert_map", self.expert_map, False))  # fmt: skip
+        check_limit(self.limit)
         if self.gate_up_proj.dim() != 3 or self.gate_up_proj.shape[1] % 2:
             raise ValueError(f"gate_up_proj must have shape [E, 2*I, H], got {tuple(self.gate_up_proj.shape)}")
         E, N, H = self.gate_up_proj.shape
@@ -64,6 +69,9 @@ class _Weights:
                              ("gate_up_bias", self.gate_up_bias), ("down_bias", self.down_bias)):  # fmt: skip
             if tensor is not None and tensor.dtype != torch.bfloat16:
                 raise ValueError(f"{name} must be bfloat16, got {tensor.dtype}")
+            if tensor is not None and tensor.device != self.gate_up_proj.device:
+                device = self.gate_up_proj.device
+                raise ValueError(f"{name} must be on gate_up_proj's device {device}, got {tensor.device}")
 
     @property
     def num_experts(self) -> int:
@@ -91,14 +99,23 @@ class _Weights:
         return replace(self, gate_up_proj=gate_up, down_proj=down), slots
 
     def _check(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        H = self.gate_up_proj.shape[2]
+        check_tensors(("hidden", hidden, True), ("topk_ids", topk_ids, True), ("topk_weights", topk_weights, True))
+        H, device = self.gate_up_proj.shape[2], self.gate_up_proj.device
         if hidden.dim() != 2 or hidden.shape[1] != H:
             raise ValueError(f"hidden must have shape [T, {H}], got {tuple(hidden.shape)}")
         if hidden.dtype != torch.bfloat16:
             raise ValueError(f"hidden must be bfloat16, got {hidden.dtype}")
-        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            if tensor.dim() != 2 or tensor.shape[0] != hidden.shape[0]:
-                raise ValueError(f"{name} must have shape [{hidden.shape[0]}, K], got {tuple(tensor.shape)}")
+        if topk_ids.dim() != 2 or topk_ids.shape[0] != hidden.shape[0]:
+            raise ValueError(f"topk_ids must have shape [{hidden.shape[0]}, K], got {tuple(topk_ids.shape)}")
+        if topk_weights.shape != topk_ids.shape:
+            raise ValueError(
+                f"topk_weights must have topk_ids' shape {tuple(topk_ids.shape)}, got {tuple(topk_weights.shape)}"
+            )
+        if topk_weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"topk_weights must be float32, bfloat16 or float16, got {topk_weights.dtype}")
+        for name, tensor in (("hidden", hidden), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if tensor.device != device:
+                raise ValueError(f"{name} must be on the experts' device {device}, got {tensor.device}")
 
 
 class GroupedMMExperts(_Weights):

@@ -52,10 +52,11 @@ class MoELayer(torch.nn.Module):
     shared_slots     the shared experts are among `experts`, as slots of weight 1 behind the router's; the experts'
                      `with_shared` makes both. There is nothing to add then, and the bits are others: docs/numerics.md
 
-    Raises: ValueError where the plan has no such MoE layer, or sends calls to EXPERTS under numerics that round once:
-    an add of its own rounds twice. For shared slots that the plan does not know, that the experts do not have, beside
-    shared experts or a gate of their own, or under a routed scale, which must be in the router's weights instead: here
-    it would multiply the shared slots too, and 1 / scale as their weight is exact for a power of two only.
+    Raises: ValueError where a part is of another kind, and where the plan has no such MoE layer, or sends calls to
+    EXPERTS under numerics that round once: an add of its own rounds twice. For shared slots that the plan does not
+    know, that the experts do not have, beside shared experts or a gate of their own, or under a routed scale, which
+    must be in the router's weights instead: here it would multiply the shared slots too, and 1 / scale as their weight
+    is exact for a power of two only.
     """
 
     def __init__(
@@ -72,7 +73,11 @@ class MoELayer(torch.nn.Module):
         shared_slots: SharedSlots | None = None,
     ) -> None:
         super().__init__()
-        plan.place(index, 0)
+        _check_parts(router, experts, shared_experts, plan, tail, shared_gate, shared_slots)
+        if shared_stream is not None and not isinstance(shared_stream, torch.cuda.Stream):
+            raise ValueError(f"shared_stream must be a torch.cuda.Stream or None, got {shared_stream!r}")
+        if not isinstance(index, int) or not 0 <= index < len(plan.ranges) or not plan.ranges[index]:
+            raise ValueError(f"index must be that of a MoE layer of the plan, got {index!r}")
         self.tail = TailSpec() if tail is None else tail
         self._check_slots(shared_slots, plan.layers[index].shared_slots, experts, shared_experts, shared_gate)
         self.shared_slots = shared_slots
@@ -128,6 +133,7 @@ class MoELayer(torch.nn.Module):
 
     def forward_unfinalized(self, hidden: torch.Tensor) -> MoEOutput:
         """The call with its tail still to run. Raises: ValueError for a call that the plan finalizes elsewhere."""
+        _check_hidden(hidden)
         if not self.finalizes_in_next_layer(hidden.shape[0]):
             raise ValueError(
                 f"hidden must have a number of tokens that the next layer finalizes, got {hidden.shape[0]}: "
@@ -141,6 +147,7 @@ class MoELayer(torch.nn.Module):
         out  [T, H]: where this rank's finished part is written, for a collective that reads it there. Only where the
              plan finalizes in the experts and there are shared experts, whose add writes it
         """
+        _check_hidden(hidden)
         if self.plan.place(self.index, hidden.shape[0]) is Place.EXPERTS:
             if out is not None and not self.shared_experts:
                 raise ValueError("out must be None where no add of shared experts writes it, got a tensor")
@@ -205,3 +212,25 @@ class MoELayer(torch.nn.Module):
         for expert in self.shared_experts[1:]:
             total = total + expert(hidden)
         return total if self.shared_gate is None else torch.sigmoid(self.shared_gate(hidden)) * total
+
+
+def _check_hidden(hidden: object) -> None:
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 2:
+        got = f"shape {tuple(hidden.shape)}" if isinstance(hidden, torch.Tensor) else type(hidden).__name__
+        raise ValueError(f"hidden must be a tensor [T, H], got {got}")
+
+
+def _check_parts(
+    router: object, experts: object, shared_experts: object, plan: object, tail: object, shared_gate: object,
+    shared_slots: object,
+) -> None:  # fmt: skip
+    for name, part in (("router", router), ("experts", experts), ("shared_gate", shared_gate)):
+        if not callable(part) and not (name == "shared_gate" and part is None):
+            raise ValueError(f"{name} must be a module or a function, got {part!r}")
+    if not isinstance(shared_experts, (tuple, list)) or not all(callable(part) for part in shared_experts):
+        raise ValueError(f"shared_experts must be a tuple of modules or functions, got {shared_experts!r}")
+    for name, value, kind in (("tail", tail, TailSpec), ("shared_slots", shared_slots, SharedSlots)):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} must be a moetail.{kind.__name__} or None, got {value!r}")
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan must be what moetail.plan_tails returns, got {plan!r}")

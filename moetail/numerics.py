@@ -71,6 +71,9 @@ class Numerics:
 
     def __post_init__(self) -> None:
         fields = (self.product, self.order, self.rounding, self.zero, self.scale)
+        for name, value in zip(("product", "order", "rounding", "zero", "scale"), fields, strict=True):
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be a word (see the class), got {value!r}")
         object.__setattr__(self, "spec", "/".join(fields))
         _one_of("product", self.product, _PRODUCTS)
         _one_of("rounding", self.rounding, ("two", "one"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 COVERAGE = ("stale", "heuristic", "bucket", "exact")  # `tuning.HOW`, from worst to best
@@ -211,7 +211,7 @@ class Plan:
         return entries
 
 
-def plan_tails(layers: Sequence[LayerFacts], world: WorldFacts) -> Plan:
+def plan_tails(layers: Iterable[LayerFacts], world: WorldFacts) -> Plan:
     """The place and the reason of every call that every MoE layer can get.
 
     layers  all layers of the model in order, those without experts too, and then the drafter's; of every pipeline
@@ -219,7 +219,12 @@ def plan_tails(layers: Sequence[LayerFacts], world: WorldFacts) -> Plan:
 
     Raises: ValueError naming the fact that is out of range or contradicts another, and the layer.
     """
-    layers = tuple(layers)
+    layers = tuple(layers) if isinstance(layers, Iterable) else (layers,)
+    wrong = [layer for layer in layers if not isinstance(layer, LayerFacts)]
+    if wrong:
+        raise ValueError(f"layers must be all the model's moetail.plan.LayerFacts, got {wrong[0]!r}")
+    if not isinstance(world, WorldFacts):
+        raise ValueError(f"world must be a moetail.plan.WorldFacts, got {world!r}")
     _check_world(world)
     _check_layers(layers, world)
     return Plan(layers, world, tuple(_ranges(layer, _next_model_layer(layer, layers), world) for layer in layers))
@@ -318,6 +323,8 @@ def _check_world(world: WorldFacts) -> None:
 
 
 def _check_layers(layers: tuple[LayerFacts, ...], world: WorldFacts) -> None:
+    for layer in layers:
+        _check_kinds(layer)
     if not any(layer.is_moe and not layer.is_drafter for layer in layers):
         raise ValueError(f"layers must have a MoE layer, got {len(layers)} without any")
     if [layer.index for layer in layers] != list(range(len(layers))):
@@ -326,6 +333,8 @@ def _check_layers(layers: tuple[LayerFacts, ...], world: WorldFacts) -> None:
     if any(layer.is_drafter for layer in layers[: len(model)]):
         raise ValueError("is_drafter must hold for the last layers only, got a drafter layer before the model's last")
     starts = world.stage_starts
+    if not isinstance(starts, tuple) or not all(map(_is_count, starts)):
+        raise ValueError(f"stage_starts must be a tuple of layer numbers, got {starts!r}")
     if not starts or starts[0] != 0 or list(starts) != sorted(set(starts)) or starts[-1] >= len(model):
         raise ValueError(f"stage_starts must begin with 0 and rise below the {len(model)} layers, got {starts}")
     for layer in layers:
@@ -335,6 +344,20 @@ def _check_layers(layers: tuple[LayerFacts, ...], world: WorldFacts) -> None:
     if len(groups) > 1:
         named = ", ".join(f"{name!r} from layer {first}" for name, first in sorted(groups.items(), key=lambda g: g[1]))
         raise ValueError(f"tp_group must be the same in every layer, got {named}")
+
+
+def _check_kinds(layer: LayerFacts) -> None:
+    where = f"in layer {layer.index}"
+    if not _is_count(layer.index):
+        raise ValueError(f"index must be 0 or more, got {layer.index!r}")
+    for field in fields(LayerFacts):
+        value, kind = getattr(layer, field.name), type(field.default)
+        if kind in (bool, str, RoutedScale) and not isinstance(value, kind):
+            raise ValueError(f"{field.name} must be a {kind.__name__} {where}, got {value!r}")
+    for name, part in (("measured", Measured), ("coverage", Covered)):
+        value = getattr(layer, name)
+        if not isinstance(value, tuple) or not all(isinstance(one, part) for one in value):
+            raise ValueError(f"{name} must be a tuple of moetail.plan.{part.__name__} {where}, got {value!r}")
 
 
 def _check_layer(layer: LayerFacts) -> None:

@@ -62,6 +62,9 @@ class Quantized:
     @staticmethod
     def empty(quant: Quant, T: int, H: int, device: torch.device | str) -> Quantized:
         """Row-major and contiguous. Raises: ValueError for no Quant, and where H is no multiple of its group."""
+        for name, size in (("T", T), ("H", H)):
+            if not isinstance(size, int) or not 0 <= size < 2**31:
+                raise ValueError(f"{name} must be from 0 to 2**31 - 1, got {size!r}")
         check_columns(quant, H)
         values = torch.empty(T, H, dtype=torch.float8_e4m3fn, device=device)
         return Quantized(quant, values, torch.empty(T, H // quant.group, dtype=quant.scale_dtype, device=device))

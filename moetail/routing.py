@@ -47,6 +47,12 @@ class Router:
     QWEN3_MOE: ClassVar[Router]
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "num_groups", "top_groups"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        if not isinstance(self.renormalize, bool):
+            raise ValueError(f"renormalize must be True or False, got {self.renormalize!r}")
         if not 1 <= self.top_k <= MAX_TOP_K:
             raise ValueError(f"top_k must be from 1 to {MAX_TOP_K}, got {self.top_k}")
         if self.score not in SCORES:

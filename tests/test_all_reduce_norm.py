@@ -100,6 +100,9 @@ def test_one_rank(kind):
     ("change", "says"),
     [
         ({"eps": 0.0}, "eps must be between"),
+        ({"eps": None}, "eps must be a number, got None"),
+        ({"eps": "1e-6"}, "eps must be a number, got '1e-6'"),
+        ({"zero_centred": 1}, "zero_centred must be True or False, got 1"),
         ({"residual": torch.zeros(4, H)}, "residual must"),
         ({"residual": torch.zeros(5, H, dtype=torch.bfloat16)}, "residual must"),
         ({"norm_weight": torch.ones(H + 1)}, "norm_weight must have shape"),

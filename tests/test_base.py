@@ -71,6 +71,7 @@ def test_the_command(config, tmp_path):
     [
         (["--base", "no-such-commit"], "base must be a commit of this checkout"),
         (["--base", "HEAD", "--kv-len-jitter", "0.1"], "base must be used without"),
+        (["--base", "HEAD", "--arms", "stock,moetail"], "arms must be the one arm of both commits with --base"),
         (["--base", "HEAD", "--arms", "fused"], "arms must be two of"),
     ],
 )

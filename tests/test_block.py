@@ -35,7 +35,9 @@ def test_an_op_is_measured(op, tmp_path):
         assert list(row["ratios"]) == {"permute": ["torch sort"], "experts": ["torch grouped_mm", "block 64"]}.get(
             op, ["torch grouped_mm"]
         )
-    assert rows[0]["case"] in " ".join(result.output.split())
+    text = " ".join(result.output.split())
+    assert rows[0]["case"] in text and "the definition in torch, no kernel of ours" in text
+    assert {row["device"] for row in rows} == {"cpu"}
 
 
 @pytest.mark.parametrize("op", ["route", "moe_block"])
@@ -101,7 +103,9 @@ def test_shapes(text, size):
     assert block.parse("moe_block", "16").E == 64
 
 
-@pytest.mark.parametrize("text", ["5,8,3", "0", "x", "5,2,3,64,48"])
+@pytest.mark.parametrize(
+    "text", ["5,8,3", "0", "x", "5,2,3,64,48", "²", "5,1025,3,64,48", "5,64,33,64,48", "5,8,3,60,48", "5,8,3,64,4"]
+)
 def test_bad_shapes(text):
     with pytest.raises(ValueError, match=r"^shape must"):
         block.parse("experts", text)

@@ -69,7 +69,7 @@ def test_shapes_are_cases(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "must be JSON"),
+        ("{", "shapes must be a file of cases, JSON"),
         ([], "must be a mapping"),
         ({"cases": []}, "at least one case"),
         ({"cases": {}}, "cases must be list"),
@@ -93,7 +93,7 @@ def test_bad_shapes_are_one_sentence(tmp_path, content, says):
 
 
 def test_bad_yaml(tmp_path):
-    with pytest.raises(ValueError, match="shapes .*must be JSON, or YAML"):
+    with pytest.raises(ValueError, match="^shapes must be a file of cases, JSON or .* YAML, got "):
         load_shapes(write(tmp_path / "shapes.yml", "cases: ["))
 
 

@@ -60,6 +60,18 @@ def test_times_only_on_one_machine():
     assert compare.compare(forward_record(), forward_record(commit="b", date="2")).changed == ()
 
 
+def test_records_of_what_stands_before_the_tail():
+    """Their rows have no l2, and name their op: another op's row is another case."""
+    a, b = kernels_record(2.0), kernels_record(1.5)
+    for content, op in ((a, "route"), (b, "permute")):
+        del content["rows"][0]["l2"]
+        content["rows"][0]["op"] = op
+    (line,) = compare.compare(a, a).lines
+    assert line.case == "route T=1: eager"
+    with pytest.raises(ValueError, match="^A and B must have a case in common"):
+        compare.compare(a, b)
+
+
 def test_cases_of_one_record_only_are_named():
     b = forward_record()
     b["rows"].append(copy.deepcopy(b["rows"][0]) | {"case": "d"})
@@ -72,8 +84,10 @@ def test_cases_of_one_record_only_are_named():
         (forward_record(), kernels_record(2.0), "A and B must be of one kind"),
         (forward_record() | {"complete": False}, forward_record(), "A must be a complete record"),
         (forward_record(), forward_record() | {"rows": []}, "must have a case in common"),
-        (forward_record(), forward_record() | {"schema": 9}, "schema 1"),
+        (forward_record(), forward_record() | {"schema": 9}, "its schema is 9, and 1 is read here"),
         (forward_record() | {"kind": "selftest"}, forward_record(), "A must be a record of bench forward"),
+        (forward_record(), forward_record() | {"rows": [{"case": "c"}]}, "B must have rows as a bench writes them"),
+        (forward_record(), forward_record() | {"rows": [{**forward_record()["rows"][0], "ratio": {}}]}, "'b_over_a'"),
     ],
 )
 def test_refused(tmp_path, a, b, says):
@@ -85,9 +99,7 @@ def test_command(tmp_path):
     assert "not interleaved" in run(tmp_path, forward_record(), forward_record(0.99), cli.SLOWER)
     (tmp_path / "a.json").write_text("{")
     result = CliRunner().invoke(cli.app, ["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
-    assert result.exit_code == cli.USAGE and "record must be a file that a bench wrote" in " ".join(
-        result.output.split()
-    )
+    assert result.exit_code == cli.USAGE and "A must be a record that a bench wrote" in " ".join(result.output.split())
 
 
 def run(folder, a, b, code):

@@ -57,9 +57,9 @@ def test_command(tmp_path):
     ("args", "says"),
     [
         (["--impl", "nocolon"], "impl must be module:function"),
-        (["--impl", "no.such.module:f"], "impl must be importable"),
-        (["--impl", "torch:no_such_function"], "impl must be importable"),
-        (["--impl", "torch:float32"], "impl must be a function"),
+        (["--impl", "no.such.module:f"], "there is no module no (is its folder"),
+        (["--impl", "torch:no_such_function"], "torch has no no_such_function"),
+        (["--impl", "torch:float32"], "impl must be module:function, got 'torch:float32', of type dtype"),
         (["--impl", "moetail:finalize", "--numerics", "EXACT"], "numerics must be among TRTLLM"),
     ],
 )

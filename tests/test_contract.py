@@ -122,6 +122,27 @@ def test_a_failed_completion_can_be_asked_again(output):
             bad.complete()
 
 
+BAD = {
+    "rows must be a tensor, got list": lambda r, s: UnfinalizedMoEOutput([0.0], r.row_map, r.weights),
+    "row_map must be a tensor, got NoneType": lambda r, s: UnfinalizedMoEOutput(r.rows, None, r.weights),
+    "weights must be a tensor or None, got float": lambda r, s: UnfinalizedMoEOutput(r.rows, r.row_map, 1.0),
+    "num_valid_rows must be a tensor or None, got int": lambda r, s: UnfinalizedMoEOutput(r.rows, r.row_map, None, 5),
+    "routed must be a moetail.UnfinalizedMoEOutput, got Tensor": lambda r, s: MoEOutput(r.rows, s),
+    "shared must be a tensor or None, got str": lambda r, s: MoEOutput(r, "shared"),
+    "tail must be a moetail.TailSpec, got Numerics": lambda r, s: MoEOutput(r, s, Numerics.TRTLLM),
+    "numerics must be a moetail.Numerics, got 'TRTLLM'": lambda r, s: TailSpec("TRTLLM"),
+    "routed_scale must be a number that fp32 holds, got None": lambda r, s: TailSpec(routed_scale=None),
+    "routed_scale must be a number that fp32 holds, got nan": lambda r, s: TailSpec(routed_scale=float("nan")),
+}
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_fields_of_another_kind_are_refused(sentence, output):
+    with pytest.raises(ValueError) as caught:
+        BAD[sentence](output.routed, output.shared)
+    assert str(caught.value) == sentence
+
+
 def test_a_dropped_output_is_noticed():
     with pytest.warns(RuntimeWarning, match="MoEOutput of 4 tokens was dropped unfinalized"):
         make()

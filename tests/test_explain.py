@@ -121,6 +121,8 @@ def test_families_have_their_own_facts():
         (["deepseek-v4.1-flash", "--tp", 0], "tp must be 1 or more, got 0"),
         (["deepseek-v4.1-flash", "--pp", 4], "pp must cut deepseek-v4.1-flash at layers 1, 2, 8, 14, 20 only, got 4"),
         (["deepseek-v4.1-flash", "--pp", 0], "pp must be from 1 to the 40 layers"),
+        (["deepseek-v4.1-flash", "--tp", 7], "tp must divide the experts' 2304 columns, got 7"),
+        (["glm4-moe-mini", "--tp", 3], "tp must divide the experts' 512 columns, got 3"),
         (["deepseek-v4.1-flash", "--max-tokens", 0], "max_tokens must be 1 or more, got 0"),
         (["deepseek-v4.1-flash", "--tb-per-s", 0], "tb-per-s must be above 0, got 0.0"),
         (["deepseek-v4.1-flash", "--tb-per-s", "nan"], "tb-per-s must be above 0, got nan"),
@@ -141,4 +143,5 @@ def test_a_model_without_experts_is_refused(tmp_path):
     assert result.exit_code == cli.USAGE and "must have Mixture-of-Experts layers" in result.stderr
     (tmp_path / "config.json").write_text("{")
     result = run(tmp_path)
-    assert result.exit_code == cli.USAGE and "must name a readable transformers config" in result.stderr
+    assert result.exit_code == cli.USAGE
+    assert result.stderr.startswith("moetail: model must be a built-in model, a transformers config.json")

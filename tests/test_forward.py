@@ -85,13 +85,17 @@ def test_a_wrong_bit_is_found_and_fails(config, text, monkeypatch):
         (["--case", "p=8", "--routing", "even"], "routing must be"),
         (["--case", "p=8", "--case", "p=9"], "p"),
         (["--fail-if", "slow"], "fail-if must be a list of faster, same, slower, void, implausible, got 'slow'"),
-        (["--shapes", "/nonexistent.json"], "/nonexistent.json"),
+        (["--shapes", "/nonexistent.json"], "shapes must be a file of cases, JSON or"),
+        (["--profile-dir", "/proc/nowhere"], "profile-dir must be a folder to write into, got /proc/nowhere (No such"),
         (["--case", "p=8", "--kv-len-jitter", "2"], "kv"),
         (["--case", "p=8", "--resume"], "got no --json"),
         (["--case", "[/]=100000000000"], "positions, got 100000000000"),
-        (["--json", "/proc/nowhere/r.json"], "/proc/nowhere"),
+        (["--json", "/proc/nowhere/r.json"], "json must be a file to write, got /proc/nowhere/r.json (No such file"),
         (["--model", "nothing"], "model must be one of glm4-moe-mini"),
-        (["--text", "/nonexistent", "--case", "short=16"], "No such file"),
+        (
+            ["--text", "/nonexistent", "--case", "short=16"],
+            "text must be a file with content, got /nonexistent (No such",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(config, text, args, says):
@@ -205,7 +209,14 @@ ROW = {
     "arrives": 0.9, "ceiling_us": 1000.0,
     "tail": {"stock": {"median_us": 300.0}, "moetail": {"median_us": 50.0}, "layers": 4},
 }  # fmt: skip
-RECORD = {"machine": {"gpu": None, "threads": 2, "date": "2026-11-30", "commit": "abc"}, "rows": [ROW]}
+RECORD = {
+    "schema": 1,
+    "kind": "forward",
+    "complete": True,
+    "world_size": 1,
+    "machine": {"gpu": None, "threads": 2, "date": "2026-11-30", "commit": "abc"},
+    "rows": [ROW],
+}
 
 
 def test_readme_tables_come_from_records(tmp_path):

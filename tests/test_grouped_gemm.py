@@ -277,6 +277,11 @@ BAD = {
     "weight-device": ("weight", (X, W.to("meta"), P), G),
     "permutation": ("permutation", (X, W, IDS), G),
     "activation": ("activation", (X, W, P), G | {"activation": "gelu"}),
+    "activation-number": ("activation", (X, W, P), G | {"activation": 1}),
+    "gather-text": ("gather", (X, W, P), {"gather": "yes"}),
+    "gather-tensor": ("gather", (X, W, P), {"gather": IDS}),
+    "limit-text": ("limit", (X, W, P), G | {"activation": "swiglu", "limit": "10"}),
+    "limit-tensor": ("limit", (X, W, P), G | {"activation": "swiglu", "limit": B}),
     "limit-alone": ("limit", (X, W, P), G | {"limit": 10.0}),
     "limit-0": ("limit", (X, W, P), G | {"activation": "swiglu", "limit": 0.0}),
     "limit-nan": ("limit", (X, W, P), G | {"activation": "swiglu", "limit": float("nan")}),
@@ -286,6 +291,12 @@ BAD = {
     "bias-stride": ("bias", (X, W, P), G | {"bias": torch.zeros(6, 3).t()}),
     "bias-device": ("bias", (X, W, P), G | {"bias": B.to("meta")}),
 }
+
+
+@pytest.mark.parametrize(("name", "value"), [("T", -1), ("T", "8"), ("K", 0), ("K", 1.5), ("E", 0), ("E", None)])
+def test_bad_block_for(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be a whole number from . on, got "):
+        moetail.block_for(**({"T": 8, "K": 2, "E": 4} | {name: value}))
 
 
 @pytest.mark.parametrize(("name", "args", "kwargs"), BAD.values(), ids=BAD)

@@ -26,7 +26,7 @@ def test_a_shape_is_measured(tmp_path):
                  "--svg", svg)  # fmt: skip
     assert result.exit_code == cli.OK, result.output
     rows = json.loads(out.read_text())["rows"]
-    assert [r["T"] for r in rows] == [9, 3]
+    assert [(r["T"], r["device"]) for r in rows] == [(9, "cpu"), (3, "cpu")]
     first = rows[0]
     # K rows, shared and out of 64 bf16 columns; a map of int32 and weights of fp32
     assert first["bytes"] == 9 * (6 + 2) * 64 * 2 + 9 * 6 * (4 + 4)
@@ -95,7 +95,7 @@ def test_no_speed_for_wrong_bits(monkeypatch):
     result = run("bench", "kernels", "--shape", "4,2,32", "--device", "cpu", "--l2", "warm")
     assert result.exit_code == cli.SLOWER
     assert "moetail TRTLLM has wrong bits and is not timed" in " ".join(result.output.split())
-    assert "TB/s" not in result.output
+    assert "B/s" not in result.output
 
 
 def test_an_interrupted_run_is_partial_and_goes_on(tmp_path, monkeypatch):
@@ -135,12 +135,37 @@ def test_an_interrupted_run_is_partial_and_goes_on(tmp_path, monkeypatch):
         (["--shape", "4,2,8", "--mode", "producer"], "mode must be one of chained, producer"),
         (["--shape", "4,2,8", "--mode", "fast"], "mode must be one of"),
         (["--shape", "4,2,8", "--l2", "tepid"], "l2 must be one of cold, warm"),
+        (["--shape", "4,2,8", "--l2", "2049"], "or a number of sets from 1 to 2048, got '2049'"),
+        (["--shape", "4,2,8", "--l2", "²"], "l2 must be one of cold, warm"),
+        (["--shape", "²,2,8"], "shape must be T,K,H"),
+        (["--shape", "4,2,8", "--l2", "2,"], "l2 must be one of cold, warm or a number of sets from 1 to 2048, got ''"),
+        (["--shape", "4,2,8", "--mode", "chained,"], "mode must be one of"),
+        (["--shape", "4,2,8", "--shape", "4,65,8"], "shape must have K <= 64 slots, got K=65"),
+        (["--op", "finalise"], "op must be one of finalize, "),
+        (["--shape", "4,2,8", "--ranks", "2"], "ranks must be left out with --op finalize, got 2"),
+        (["--op", "permute", "--shape", "4", "--mode", "producer"], "mode must be left out with --op permute"),
+        (["--op", "permute", "--shape", "4", "--l2", "warm"], "l2 must be left out with --op permute"),
+        (["--op", "route", "--shape", "4", "--svg", "x.svg"], "svg must be left out with --op route"),
+        (["--shape", "4,2,8", "--mode", "producer", "--svg", "x.svg"], "svg must be left out where no mode is chained"),
+        (["--device", "gpu"], "device must be cpu"),
+        (["--device", "cpu:1"], "device must be cpu"),
     ],
 )
-def test_bad_input(args, says):
+def test_bad_input(args, says, monkeypatch):
+    """Before anything is measured, also what the last of several shapes, modes or L2 states has."""
+    monkeypatch.setattr(kernels, "run_shape", lambda *_: pytest.fail("measured"))
     result = run("bench", "kernels", "--device", "cpu", *args)
     assert result.exit_code == cli.USAGE
     assert says in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("shape", ["9999999999999,2,64", "99999999999999999999,2,64"])
+def test_a_shape_larger_than_memory_is_one_sentence(shape):
+    result = run("bench", "kernels", "--device", "cpu", "--shape", shape)
+    assert result.exit_code == cli.USAGE, result.exception
+    assert f"shape T,K,H=({shape.replace(',', ', ')}) chained cold does not fit in memory" in " ".join(
+        result.stderr.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,6 +209,25 @@ def test_ceiling_is_arithmetic():
     assert slower.gain < 0 and slower.allows(0.0) and not slower.allows(0.001)
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("--step-ms nan --shape 1,2,3", "step-ms must be a number above 0, got nan"),
+        ("--step-ms inf --shape 1,2,3", "step-ms must be a number above 0, got inf"),
+        ("--step-ms 5 --shape 1,2,3 --tb-per-s 0", "tb-per-s must be a number above 0, got 0.0"),
+        ("--step-ms 5 --separate-us inf --fused-us 3", "separate-us must be a number above 0, got inf"),
+        ("--step-ms 5 --separate-us 5 --fused-us -1", "fused-us must be a number above 0, got -1.0"),
+        ("--step-ms 5 --fused-us 3", "or --shape, got --fused-us"),
+        ("--step-ms 5", "or --shape, got none of them"),
+        ("--step-ms 5 --shape 1,2", "shape must be T,K,H"),
+        ("--step-ms 0.001 --shape 4096,8,7168", "step_us must be at least the tails alone"),
+    ],
+)
+def test_bad_ceilings(args, says):
+    result = run("ceiling", "--layers", 3, *args.split())
+    assert result.exit_code == cli.USAGE and says in result.stderr
+
+
 def test_ceiling_from_bytes():
     c = ceiling.from_bytes(4096, 6, 5120, 4.0, layers=40, step_us=62190.0)
     assert c.separate_us / c.fused_us == pytest.approx(1.25)  # (K + 4) / (K + 2)
@@ -205,7 +249,7 @@ def test_ceiling_refuses(field):
         (["--shape", "8,6,5120"], cli.OK, "less time"),
         (["--shape", "8,6,5120", "--fused-us", 4], cli.USAGE, "either"),
         ([], cli.USAGE, "either"),
-        (["--shape", "8,6,5120", "--tb-per-s", 0], cli.USAGE, "tb_per_s must be above 0"),
+        (["--shape", "8,6,5120", "--tb-per-s", 0], cli.USAGE, "tb-per-s must be a number above 0"),
     ],
 )
 def test_ceiling_command(args, code, says):

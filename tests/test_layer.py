@@ -161,8 +161,39 @@ def test_modules_are_registered():
     parts = Parts()
     layer = MoELayer(parts.router, parts.experts, (mlp,), plan=plan_of(), index=0)
     assert [name for name, _ in layer.named_parameters()] == ["shared_expert_0.weight"]
-    with pytest.raises(ValueError, match="^layer must be a MoE layer of the plan"):
+    with pytest.raises(ValueError, match="^index must be that of a MoE layer of the plan, got 5"):
         MoELayer(parts.router, parts.experts, plan=plan_of(), index=5)
+
+
+BAD_PARTS = {
+    "router must be a module or a function": {"router": "softmax"},
+    "experts must be a module or a function": {"experts": None},
+    "shared_gate must be a module or a function": {"shared_gate": 1.0},
+    "shared_experts must be a tuple of modules or functions": {"shared_experts": "mlp"},
+    "shared_experts must be a tuple of modules or functions, got [None]": {"shared_experts": [None]},
+    "plan must be what moetail.plan_tails returns": {"plan": [0]},
+    "index must be that of a MoE layer of the plan": {"index": None},
+    "tail must be a moetail.TailSpec or None": {"tail": Numerics.TRTLLM},
+    "shared_slots must be a moetail.SharedSlots or None": {"shared_slots": 1},
+    "shared_stream must be a torch.cuda.Stream or None": {"shared_stream": 0},
+}
+
+
+@pytest.mark.parametrize("sentence", BAD_PARTS)
+def test_bad_parts(sentence):
+    parts = Parts()
+    good = {"router": parts.router, "experts": parts.experts, "plan": plan_of(), "index": 0}
+    with pytest.raises(ValueError) as caught:
+        MoELayer(**(good | BAD_PARTS[sentence]))
+    assert str(caught.value).startswith(sentence) and ", got " in str(caught.value)
+
+
+@pytest.mark.parametrize("hidden", [None, "x", torch.zeros(H), torch.zeros(1, 4, H)], ids=["None", "str", "1d", "3d"])
+def test_bad_hidden(hidden):
+    layer = Parts().layer(plan_of())
+    for call in (layer, layer.forward_unfinalized):
+        with pytest.raises(ValueError, match=r"^hidden must be a tensor \[T, H\], got (NoneType|str|shape \()"):
+            call(hidden)
 
 
 def every_place(group):

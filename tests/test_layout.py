@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "numerics": set(),
     "quantization": set(),
     "guards": set(),
+    "module_function": set(),
     "contract": {"numerics"},
     "tuning": set(),
     "routing": set(),
@@ -30,13 +31,13 @@ MAY_IMPORT = {
     "reference": {"numerics", "quantization", "reference", "routing"},
     "layer": {"contract", "plan", "shared_slots"},
     "experts": {"contract", "ops", "shared_slots"},
-    "conformance": {"numerics", "reference", "testing"},
+    "conformance": {"module_function", "numerics", "reference", "testing"},
     "testing": {"numerics"},
     "ops": {"numerics", "quantization", "reference", "routing", "ops", "tuning"},
     "comm": {"numerics", "quantization", "reference", "ops", "tuning", "comm"},
     "integrations": {"comm", "contract", "experts", "numerics", "ops", "reference", "integrations", "models", "plan"},
     "bench": {"bench", "comm", "contract", "coverage", "experts", "guards", "integrations", "layer", "models"}
-    | {"numerics", "ops", "plan", "quantization", "reference", "routing", "testing", "tuning"},
+    | {"module_function", "numerics", "ops", "plan", "quantization", "reference", "routing", "testing", "tuning"},
     "cli": {"bench", "cli", "conformance", "coverage", "integrations", "models", "plan", "tuning"},
     "__init__": {"comm", "contract", "experts", "layer", "numerics", "ops", "plan", "reference", "routing"}
     | {"integrations", "quantization", "shared_slots"},

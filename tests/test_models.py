@@ -78,11 +78,11 @@ def test_a_factory_is_called_with_the_device(factories, text):
     ("name", "says"),
     [
         ("nothing", "model must be one of glm4-moe-mini.*module:function, got 'nothing'"),
-        ("no_such_module:make", "got 'no_such_module:make': ModuleNotFoundError: No module named"),
-        ("broken_factories:make", "module:function to import .*ZeroDivisionError: division by zero"),
-        ("some_factories:make", "AttributeError: module 'some_factories' has no attribute 'make'"),
+        ("no_such_module:make", "got 'no_such_module:make': there is no module no_such_module"),
+        ("broken_factories:make", "importing broken_factories raised ZeroDivisionError: division by zero"),
+        ("some_factories:make", "some_factories has no make"),
         (":make", "module:function"),
-        ("some_factories:number", "'some_factories:number', which is a int"),
+        ("some_factories:number", "'some_factories:number', of type int"),
         ("some_factories:Partial", "must be a StepModel .*whose Partial has no device, build, tails"),
     ],
 )

@@ -25,6 +25,11 @@ def test_spec_round_trips(name):
         ("rounding", "three"),
         ("zero", "minus"),
         ("scale", "x"),
+        ("product", None),
+        ("order", 4),
+        ("rounding", 2),
+        ("zero", True),
+        ("scale", 1.0),
     ],
 )
 def test_refuses_unknown_fields(field, bad):

@@ -230,6 +230,27 @@ def test_the_world_is_checked(name, value):
         plan_tails(model(), replace(WORLD, **{name: value}))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("is_moe", 1), ("can_stop", None), ("has_shared_experts", "yes"), ("routed_scale", "weights"), ("tp_group", 0),
+     ("measured", None), ("measured", ((1, 8, True),)), ("coverage", [1]), ("index", "0"), ("index", True)],
+)  # fmt: skip
+def test_facts_of_another_kind_are_named(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got "):
+        plan_tails([replace(model()[0], **{name: value})], WORLD)
+
+
+@pytest.mark.parametrize(
+    ("layers", "world", "name"),
+    [(None, WORLD, "layers"), (["x"], WORLD, "layers"), (5, WORLD, "layers"), (model(), None, "world"),
+     (model(), 100, "world"), (model(), replace(WORLD, stage_starts=0), "stage_starts"),
+     (model(), replace(WORLD, stage_starts=("0",)), "stage_starts")],
+)  # fmt: skip
+def test_what_is_no_fact_is_refused(layers, world, name):
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got "):
+        plan_tails(layers, world)
+
+
 def test_a_drafter_may_have_its_own_group():
     layers = drafted()
     layers[3] = replace(layers[3], tp_group="draft")

@@ -47,7 +47,7 @@ def test_deltas_order_by_size_and_hold_both_sides():
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path):
     written = capture(lambda: torch.ones(64, 64).sum(), "x", torch.device("cpu"), folder=tmp_path)
-    assert read(tmp_path / "x.rank0.kernels.json") == written
+    assert read("x", tmp_path / "x.rank0.kernels.json") == written
 
 
 def test_diff_header():
@@ -85,7 +85,7 @@ def test_diff_names_a_planted_slower_operator(tmp_path):
 def test_show(tmp_path):
     shown = Profile(100.0, 90.0, (Kernel(LONG, 72.0, 4, LONG), Kernel("b", 24.0, 0.5, "b")), 3, 7.0, 5)
     path = write(tmp_path / "a.kernels.json", shown.content("a.trace.json.gz"))
-    assert read(path) == shown
+    assert read("x", path) == shown
     code, out, err = run("show", path)
     lines = [line.split() for line in out.splitlines()]
     assert (code, err) == (OK, "")
@@ -109,10 +109,10 @@ BAD = {
 @pytest.mark.parametrize("content", BAD.values(), ids=BAD.keys())
 def test_a_file_that_is_no_profile(tmp_path, content):
     bad, good = write(tmp_path / "bad.json", content), write(tmp_path / "good.json", GOOD)
-    for args in (("show", bad), ("diff", good, bad)):
+    for name, args in (("file", ("show", bad)), ("B", ("diff", good, bad)), ("A", ("diff", bad, good))):
         code, out, err = run(*args)
         assert (code, out, len(err.splitlines())) == (USAGE, "", 1)
-        assert err.startswith(f"moetail: file must be a kernels.json of --profile-dir, got {bad} (")
+        assert err.startswith(f"moetail: {name} must be a kernels.json of --profile-dir, got {bad} (")
 
 
 def test_a_file_that_is_no_json_or_not_there(tmp_path):
@@ -120,4 +120,4 @@ def test_a_file_that_is_no_json_or_not_there(tmp_path):
     for name in ("trace.json.gz", "missing.json", "."):
         code, out, err = run("show", tmp_path / name)
         assert (code, out, len(err.splitlines())) == (USAGE, "", 1)
-        assert str(tmp_path / name) in err
+        assert err.startswith(f"moetail: file must be a kernels.json of --profile-dir, got {tmp_path / name} (")

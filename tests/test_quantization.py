@@ -130,3 +130,6 @@ def test_a_row_does_not_depend_on_the_batch():
 def test_what_is_no_format_is_refused():
     with pytest.raises(ValueError, match="quant must be a moetail.Quant, got 'MXFP8'"):
         Quantized.empty("MXFP8", 4, 128, "cpu")
+    for name, sizes in (("T", (-1, 128)), ("T", ("4", 128)), ("H", (4, 1.5)), ("H", (4, None)), ("T", (2**40, 128))):
+        with pytest.raises(ValueError, match=f"^{name} must be from 0 to "):
+            Quantized.empty(Quant.MXFP8, *sizes, "cpu")

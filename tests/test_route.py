@@ -349,6 +349,9 @@ BAD_FIELDS = {
     "top_k-0": ("top_k", {"top_k": 0}), "top_k-33": ("top_k", {"top_k": 33}), "score": ("score", {"score": "relu"}),
     "num_groups": ("num_groups", {"num_groups": 0}), "top_groups-0": ("top_groups", {"top_groups": 0}),
     "top_groups": ("top_groups", {"num_groups": 4, "top_groups": 5}), "scale": ("routed_scale", {"routed_scale": 1e39}),
+    "top_k-float": ("top_k", {"top_k": 2.0}), "top_k-text": ("top_k", {"top_k": "2"}),
+    "num_groups-none": ("num_groups", {"num_groups": None}), "top_groups-true": ("top_groups", {"top_groups": True}),
+    "renormalize": ("renormalize", {"renormalize": "yes"}),
     "scale-nan": ("routed_scale", {"routed_scale": NAN}), "scale-text": ("routed_scale", {"routed_scale": "1"}),
 }  # fmt: skip
 

@@ -222,6 +222,7 @@ def test_tensor_parallel():
 
 BAD = {
     "count must be 1 or more": lambda p: SharedSlots.of(E, 0, torch.device("cpu")),
+    "count must be 1 or": lambda p: SharedSlots.of(E, 1.5, torch.device("cpu")),
     "num_experts must be 1 or more": lambda p: SharedSlots.of(0, 1, torch.device("cpu")),
     "limit must be the routed experts' 4.0": lambda p: p.routed.with_shared(p.shared_up, p.shared_down, limit=None),
     "shared_gate_up must have shape (96, 64)": lambda p: p.routed.with_shared(
@@ -257,6 +258,49 @@ def test_no_add_writes_an_out():
     parts, x = Parts(), hidden_of(5)
     with pytest.raises(ValueError, match="^out must be None where no add of shared experts writes it, got a tensor"):
         parts.layer(plan_of(can_stop=False))(x, out=torch.empty_like(x))
+
+
+OF_8 = SharedSlots.of(E, 2, torch.device("cpu"))
+WEIGHTS, IDS = torch.zeros(5, K), torch.zeros(5, K, dtype=torch.int32)
+BAD_ROUTING = {
+    "weights must be [T, K], got shape (15,)": (WEIGHTS.flatten(), IDS),
+    "ids must be [T, K], got shape (1, 5, 3)": (WEIGHTS, IDS[None]),
+    "weights must have ids' shape (5, 3), got (5, 2)": (WEIGHTS[:, :2], IDS),
+    "weights must be of a floating-point dtype, got torch.int32": (IDS, IDS),
+    "ids must be int32 or int64, got torch.float32": (WEIGHTS, WEIGHTS),
+    "ids must be int32 or int64, got torch.int8": (WEIGHTS, IDS.to(torch.int8)),
+    "weights must be on the slots' device cpu, got meta": (WEIGHTS.to("meta"), IDS),
+    "ids must be on the slots' device cpu, got meta": (WEIGHTS, IDS.to("meta")),
+}
+
+
+@pytest.mark.parametrize("sentence", BAD_ROUTING)
+def test_bad_routing(sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        OF_8(*BAD_ROUTING[sentence])
+
+
+BAD_WEIGHTS = {
+    "gate_up_proj must be [E, 2*I, H], got shape (96, 64)": lambda p: (p.up[0], p.down, p.shared_up, p.shared_down),
+    "down_proj must be [E, H, I], got shape (64, 48)": lambda p: (p.up, p.down[0], p.shared_up, p.shared_down),
+    "shared_gate_up must be [2*n*I, H], got shape (1, 96, 64)": lambda p: (
+        p.up, p.down, p.shared_up[None], p.shared_down),
+    "shared_down must be [H, n*I], got shape (3072,)": lambda p: (p.up, p.down, p.shared_up, p.shared_down.flatten()),
+    "gate_up_proj must be [E, 2*I, H], got shape (8, 95, 64), 2*I=95": lambda p: (
+        p.up[:, 1:], p.down, p.shared_up, p.shared_down),
+    "gate_up_proj must be [E, 2*I, H], got shape (8, 0, 64), 2*I=0": lambda p: (
+        p.up[:, :0], p.down, p.shared_up, p.shared_down),
+    "down_proj must have shape (8, 64, 48), got (7, 64, 48)": lambda p: (
+        p.up, p.down[1:], p.shared_up, p.shared_down),
+    "down_proj must have shape (8, 64, 48), got (8, 48, 64)": lambda p: (
+        p.up, p.down.transpose(1, 2), p.shared_up, p.shared_down),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", BAD_WEIGHTS)
+def test_bad_weights(sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        join_weights(*BAD_WEIGHTS[sentence](Parts()))
 
 
 def test_formats_that_differ():

@@ -230,6 +230,20 @@ def test_top_k_that_has_no_defined_bits_is_stock(K, count_finalizes):
     assert moetail.transformers.explain(model)[0].reason is Reason.NO_BITS
 
 
+@pytest.mark.parametrize("value", ["glm4_moe", None, torch.nn.Linear(2, 2), tf.MixtralForCausalLM],
+                         ids=["a-name", "None", "a-module", "a-class"])  # fmt: skip
+@pytest.mark.parametrize("call", [integration.enable, integration.disable, integration.explain])
+def test_what_is_no_model_is_refused(call, value):
+    with pytest.raises(ValueError, match="^model must be a transformers PreTrainedModel, got (a|the class) "):
+        call(value)
+
+
+def test_unknown_experts_are_refused():
+    for call in (integration.enable, integration.explain):
+        with pytest.raises(ValueError, match="^experts must be one of grouped_mm, triton, got 'moetail'"):
+            call(tiny("glm4_moe"), "moetail")
+
+
 def test_a_dense_model_is_refused():
     config = tf.AutoConfig.for_model("llama", **_COMMON)
     model = AutoModelForCausalLM.from_config(config)

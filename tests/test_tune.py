@@ -275,8 +275,8 @@ def test_within():
 @pytest.mark.parametrize(
     ("args", "says"),
     [(["finalize", "--stale"], "stale must be without an op"), (["attention"], "op must be one of"),
-     ([], "op must be given without --model"),
-     (["route", "--shape", "8,2"], "op must be tuned with --model"), (["finalize"], "shape must be K,H"),
+     ([], "op must be named where there is no --model, got neither"),
+     (["route", "--shape", "8,2"], "model must be given to tune route"), (["finalize"], "shape must be K,H"),
      (["grouped_gemm", "--shape", "8,2"], "shape must be E,K,H,I"),
      (["finalize", "--shape", "6,5120"], "needs a CUDA GPU"),
      (["--model", "deepseek-v4.1-flash", "--shape", "6,5120"], "shape must be left out"),

@@ -56,6 +56,8 @@ BAD = {
     "timeout-zero": ("timeout_s", {"timeout_s": 0.0}),
     "timeout-nan": ("timeout_s", {"timeout_s": float("nan")}),
     "timeout-string": ("timeout_s", {"timeout_s": "30"}),
+    "device-no-such": ("device", {"device": "tpu"}),
+    "device-none": ("device", {"device": [0]}),
     "device-meta": ("device", {"device": torch.device("meta")}),
 }
 
@@ -65,6 +67,12 @@ def test_bad_arguments(name, change):
     arguments = {"max_tokens": 4, "hidden": 8, "dtype": BF16, "timeout_s": 30.0, "device": CPU} | change
     with pytest.raises(ValueError, match=f"^{name} must be "):
         Workspace(None, **arguments)
+
+
+@pytest.mark.parametrize("group", ["x", 3, (0, 1), -100])
+def test_a_group_that_is_none(group):
+    with pytest.raises(ValueError, match="^group must be a torch.distributed.ProcessGroup or None, got "):
+        Workspace(group, max_tokens=4, hidden=8)
 
 
 def test_at_most_eight_ranks():

@@ -20,6 +20,7 @@ import torch
 from moetail.bench import contenders_block, stats, timing
 from moetail.bench.contenders_block import Case, Size
 from moetail.bench.contenders_fused_experts import fused_experts
+from moetail.routing import MAX_EXPERTS, MAX_TOP_K
 
 FLASH_TP2 = Size(8, 384, 6, 5120, 1152)
 E64 = Size(8, 64, 6, 5120, 1152)
@@ -39,13 +40,16 @@ _COPY_BYTES = 2**30  # a larger copy is no faster
 
 
 def parse(op: str, text: str) -> Size:
-    """ "T" alone, at the op's default sizes, or "T,E,K,H,I". Raises: ValueError for another text."""
+    """ "T" alone, at the op's default sizes, or "T,E,K,H,I". Raises: ValueError for another text, and for sizes that
+    the op or what it is compared with does not take."""
     parts = text.split(",")
-    if len(parts) not in (1, 5) or not all(n.strip().isdigit() and int(n) > 0 for n in parts):
+    if len(parts) not in (1, 5) or not all(n.strip().isdecimal() and int(n) > 0 for n in parts):
         raise ValueError(f"shape must be T or T,E,K,H,I, numbers above 0, got {text!r}")
     size = Size(*map(int, parts)) if len(parts) == 5 else replace(DEFAULTS[op][0], T=int(text))
-    if size.K > size.E:
-        raise ValueError(f"shape must have K <= E, got {text!r}")
+    if not size.K <= size.E <= MAX_EXPERTS or size.K > MAX_TOP_K:
+        raise ValueError(f"shape must have K <= E <= {MAX_EXPERTS} and K <= {MAX_TOP_K}, got {text!r}")
+    if op not in ("route", "permute") and (size.H % 8 or size.I % 8):
+        raise ValueError(f"shape must have H and I that are multiples of 8 (grouped_mm's 16 bytes), got {text!r}")
     return size
 
 
@@ -92,7 +96,8 @@ def _measured(
     aa = stats.paired_ratio(paired[_OURS], paired["control"])
     return {
         "op": op, "case": " ".join(word for word in (str(size), part, routing) if word), **asdict(size),
-        "dtype": "bfloat16", "part": part, "routing": routing, "sets": sets, "experts_hit": case.experts_hit,
+        "device": device.type, "dtype": "bfloat16", "part": part, "routing": routing, "sets": sets,
+        "experts_hit": case.experts_hit,
         "bytes": case.num_bytes, "flops": case.flops, "us": us[_OURS], "tb_per_s": case.num_bytes / us[_OURS] / 1e6,
         "copy_tb_per_s": bytes_per_us / 1e6, "matmul_tflop_per_s": flops_per_us / 1e6,
         "tflop_per_s": case.flops / us[_OURS] / 1e6, "share_of_copy": by_bytes / us[_OURS], "floor_us": floor,

@@ -19,7 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from moetail.bench import files
+
 _REQUEST = re.compile(r"(?:(?P<n>\d+)\*)?(?P<q>\d+)(?:@(?P<k>\d+))?(?P<c>c)?(?::(?P<d>\d+))?")
+_WHAT = "a file of cases, JSON or (where it ends in .yaml) YAML"
 # A request in a shapes file: each key and its type; all but query_len may be left out.
 _KEYS = {"query_len": int, "kv_len": int, "count": int, "chunked": bool, "num_draft_tokens": int}
 
@@ -94,7 +97,7 @@ def load_shapes(path: Path) -> list[Case]:
 
     A request's defaults are the grammar's: kv_len = query_len, count 1, chunked false, num_draft_tokens 0.
 
-    Raises: ValueError naming the file and the entry that is off, or two cases of one name. OSError.
+    Raises: ValueError naming the file and the entry that is off, or two cases of one name.
     """
     where = f"shapes {path}"
     content = _keys(_read(path), {"cases": list}, {"cases"}, where)
@@ -162,7 +165,7 @@ def _check(request: Request, text: str) -> None:
 
 
 def _read(path: Path) -> Any:
-    text = path.read_text()
+    text = files.read_text("shapes", path, _WHAT)
     if path.suffix in (".yaml", ".yml"):
         import yaml
 
@@ -172,7 +175,7 @@ def _read(path: Path) -> Any:
     try:
         return parse(text)
     except bad as error:
-        raise ValueError(f"shapes {path} must be JSON, or YAML where it ends in .yaml, got: {error}") from error
+        raise files.not_a("shapes", path, _WHAT, str(error)) from error
 
 
 def _keys(value: Any, types: dict[str, type], required: set[str], where: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> Comparison:
             raise ValueError(f"{name} must be a record of bench forward or bench kernels, got kind {content['kind']}")
     if a["kind"] != b["kind"]:
         raise ValueError(f"A and B must be of one kind, got {a['kind']} and {b['kind']}")
-    rows_a, rows_b = ({key: row for row in content["rows"] for key in _keys(row)} for content in (a, b))
+    rows_a, rows_b = _rows("A", a), _rows("B", b)
     shared = [key for key in rows_a if key in rows_b]
     if not shared:
         raise ValueError(f"A and B must have a case in common, got {', '.join(rows_a)} and {', '.join(rows_b)}")
@@ -61,7 +61,10 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> Comparison:
         for field in (*_SAME_MACHINE, "world_size")
         if _fact(a, field) != _fact(b, field)
     )
-    lines = tuple(_line(key, rows_a[key], rows_b[key], not changed) for key in shared)
+    try:
+        lines = tuple(_line(key, rows_a[key], rows_b[key], not changed) for key in shared)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"A and B must have rows as a bench writes them, got some without {error}") from error
     only = tuple(f"{key} (A only)" for key in rows_a if key not in rows_b)
     return Comparison(lines, changed, only + tuple(f"{key} (B only)" for key in rows_b if key not in rows_a))
 
@@ -70,11 +73,21 @@ def _fact(content: dict[str, Any], field: str) -> Any:
     return content["world_size"] if field == "world_size" else content["machine"].get(field)
 
 
+def _rows(name: str, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each row by its keys. Raises: ValueError where a row is none of a bench."""
+    try:
+        return {key: row for row in content["rows"] for key in _keys(row)}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{name} must have rows as a bench writes them, got one without {error}") from error
+
+
 def _keys(row: dict[str, Any]) -> list[str]:
-    """What is compared of a row: a forward case, or each baseline of a kernel's shape."""
+    """What is compared of a row: a forward case, or each baseline of an op's shape. What stands before the tail has no
+    `l2` of its own."""
     if "ratio" in row:
         return [f"{row['model']} {row['case']}"]
-    return [f"{row['case']} {row['l2']}: {name}" for name in row["ratios"]]
+    where = " ".join(row[part] for part in ("op", "case", "l2") if part in row)
+    return [f"{where}: {name}" for name in row["ratios"]]
 
 
 def _line(key: str, a: dict[str, Any], b: dict[str, Any], times: bool) -> Line:

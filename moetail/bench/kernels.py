@@ -25,6 +25,7 @@ from moetail.bench import (
 )
 from moetail.bench.contenders import Contender, KernelInputs, Op
 from moetail.numerics import Numerics
+from moetail.ops.finalize import MAX_K
 from moetail.testing import assert_same_bits
 
 # The models' shapes (K, H) that the numbers to beat were measured at.
@@ -50,6 +51,7 @@ class KernelResult:
     """One shape in one mode; samples in microseconds a call, by contender (between edges: with them)."""
 
     op: str
+    device: str
     T: int
     K: int
     H: int
@@ -84,8 +86,8 @@ class KernelResult:
         name = "moetail TRTLLM"
         return {
             "op": self.op, "case": f"T={self.T} K={self.K} H={self.H} {self.mode}", "T": self.T, "K": self.K,
-            "H": self.H, "dtype": "bfloat16", "mode": self.mode, "l2": self.l2, "sets": self.sets,
-            "bytes": self.num_bytes, "us": self.cost_us(name),
+            "H": self.H, "device": self.device, "dtype": "bfloat16", "mode": self.mode, "l2": self.l2,
+            "sets": self.sets, "bytes": self.num_bytes, "us": self.cost_us(name),
             "tb_per_s": None if self.mode == "producer" else self.num_bytes / self.cost_us(name) / 1e6,
             "share_of_copy": self.share_of_copy(name), "over_part_us": self.over_part_us(),
             "arms": {
@@ -98,6 +100,18 @@ class KernelResult:
         }  # fmt: skip
 
 
+def check(K: int, device: torch.device, mode: str, l2: str) -> None:
+    """Raises: ValueError for more slots than an op takes, an unknown mode or l2, or "producer" on a CPU."""
+    if K > MAX_K:
+        raise ValueError(f"shape must have K <= {MAX_K} slots, got K={K}")
+    if l2 not in L2 and not (l2.isdecimal() and 0 < int(l2) <= _MAX_SETS):
+        raise ValueError(f"l2 must be one of {', '.join(L2)} or a number of sets from 1 to {_MAX_SETS}, got {l2!r}")
+    if mode not in MODES or (mode == "producer" and device.type != "cuda"):
+        raise ValueError(
+            f"mode must be one of {', '.join(MODES)} (producer on cuda only), got {mode!r} on {device.type}"
+        )
+
+
 def run_shape(
     T: int, K: int, H: int, device: torch.device, mode: str = "chained", l2: str = "cold", rounds: int = 20,
     op: str = "finalize",
@@ -105,14 +119,9 @@ def run_shape(
     """Measure one shape of one of OPS. `l2`: cold, warm, or a number of sets of inputs. One set that does not fit in
     a fourth of the L2 cache is cold whatever `l2` says, and the result says so.
 
-    Raises: ValueError for an unknown mode or l2, or "producer" on a CPU; RuntimeError where our own bits fail.
+    Raises: ValueError as `check` does; RuntimeError where our own bits fail.
     """
-    if l2 not in L2 and not (l2.isdigit() and int(l2) > 0):
-        raise ValueError(f"l2 must be one of {', '.join(L2)} or a number of sets, got {l2!r}")
-    if mode not in MODES or (mode == "producer" and device.type != "cuda"):
-        raise ValueError(
-            f"mode must be one of {', '.join(MODES)} (producer on cuda only), got {mode!r} on {device.type}"
-        )
+    check(K, device, mode, l2)
     case = OPS[op]
     torch._dynamo.reset()  # past its recompile limit torch.compile runs eagerly, and would be no baseline
     baselines, missing = case.contenders()
@@ -143,8 +152,9 @@ def run_shape(
     cold = sets * num_bytes >= l2_bytes
     per_call = {name: [us / sets for us in values] for name, values in samples.items()}
     return KernelResult(
-        op, T, K, H, mode, "cold" if cold else "warm", sets, num_bytes, per_call, ratios, aa, bits, tuple(missing)
-    )
+        op, device.type, T, K, H, mode, "cold" if cold else "warm", sets, num_bytes, per_call, ratios, aa, bits,
+        tuple(missing),
+    )  # fmt: skip
 
 
 def _num_sets(num_bytes: int, l2_bytes: int, l2: str) -> int:

@@ -7,8 +7,7 @@ Imports transformers (the `transformers` extra) when such a model is asked for.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 
+from moetail import module_function
+from moetail.bench import files
 from moetail.bench.step import StepModel
 
 _COMMON = {
@@ -65,15 +66,16 @@ def load(name: str, device: torch.device, text: Path) -> StepModel:
     `name`: what `load_transformers` takes, with the file `text` as its input tokens; or `module:function`, a factory
     that is called with the device and returns a StepModel.
 
-    Raises: ValueError as `load_transformers` and `input_tokens` do, where the factory cannot be imported, and where
-    what it returned lacks a member of StepModel.
+    Raises: ValueError as `load_transformers`, `read_content` and `input_tokens` do, where the factory cannot be
+    imported, and where what it returned lacks a member of StepModel.
     """
     if ":" in name and not Path(name).exists():
         return _from_factory(name, device)
     from moetail.bench.transformers_step import TransformersModel
 
+    content = read_content(text)  # before the model, which may take minutes to load
     model = load_transformers(name, device)
-    return TransformersModel(name, model, input_tokens(model, name, text))
+    return TransformersModel(name, model, input_tokens(model, name, content))
 
 
 @contextlib.contextmanager
@@ -128,19 +130,24 @@ def load_config(name: str, or_else: str) -> Any:
     path = Path(name)
     if name in BUILT_IN:
         return AutoConfig.for_model(**BUILT_IN[name])
-    if path.exists():
+    if name and path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path)
     raise ValueError(f"model must be one of {', '.join(BUILT_IN)}, a folder, a config.json or {or_else}, got {name!r}")
 
 
-def input_tokens(model: Any, name: str, text: Path) -> torch.Tensor:
+def read_content(text: Path) -> bytes:
+    """Raises: ValueError where the file cannot be read or is empty."""
+    content = files.read_bytes("text", text, "a file with content")
+    if not content:
+        raise files.not_a("text", text, "a file with content", "it is empty")
+    return content
+
+
+def input_tokens(model: Any, name: str, content: bytes) -> torch.Tensor:
     """int64 [n]: the whole text under the model's own tokenizer where the folder has one, its bytes otherwise.
 
-    Raises: ValueError where the text is empty or the vocabulary has fewer than 256 entries. OSError.
+    Raises: ValueError where the vocabulary has fewer than 256 entries.
     """
-    content = text.read_bytes()
-    if not content:
-        raise ValueError(f"text must be a file with content, got the empty {text}")
     if Path(name).is_dir() and any(Path(name).glob("tokenizer*")):
         from transformers import AutoTokenizer
 
@@ -154,16 +161,14 @@ def input_tokens(model: Any, name: str, text: Path) -> torch.Tensor:
 
 
 def _from_factory(name: str, device: torch.device) -> StepModel:
-    module, _, function = name.partition(":")
+    factory = module_function.load("model", name)
     try:
-        factory = getattr(importlib.import_module(module), function)
-    except Exception as error:  # the module is the user's: importing it may raise anything
-        raise ValueError(
-            f"model must be a module:function to import (is its folder on PYTHONPATH?), got {name!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not callable(factory):
-        raise ValueError(f"model must be a module:function, got {name!r}, which is a {type(factory).__name__}")
+        inspect.signature(factory).bind(device)
+    except TypeError as error:
+        what = "model must be a factory that takes the device and returns a StepModel"
+        raise ValueError(f"{what}, got {name!r}: TypeError: {error}") from error
+    except ValueError:  # a builtin does not say what it takes
+        pass
     model = factory(device)
     methods = [member for member, value in vars(StepModel).items() if callable(value) and not member.startswith("_")]
     missing = [m for m in StepModel.__annotations__ if not hasattr(model, m)]
@@ -179,9 +184,11 @@ def _from_factory(name: str, device: torch.device) -> StepModel:
 def _read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
+    what = "a built-in model, a transformers config.json with a known model_type or a folder with one"
+    content = files.read_json("model", path, what)
     try:
-        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or "model_type" not in content:
+            raise ValueError("it has no model_type")
         return AutoConfig.for_model(content.pop("model_type"), **content)
     except Exception as error:  # a config class may raise anything at values it does not like
-        message = f"model must name a readable transformers config with a known model_type, got {path}: {error}"
-        raise ValueError(message) from error
+        raise files.not_a("model", path, what, str(error)) from error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from moetail.bench import record
 
 REST, TAIL = "#8a99ad", "#d1495b"
 
@@ -12,7 +13,7 @@ REST, TAIL = "#8a99ad", "#d1495b"
 def draw(records: list[Path], out: Path) -> None:
     """Two bars a case: the step's milliseconds, the tails' share (each tail measured alone, times the layers)."""
     pyplot = _pyplot()
-    cases = [(content["machine"], row) for path in records for content in [json.loads(path.read_text())]
+    cases = [(content["machine"], row) for path in records for content in [record.read("record", path, "forward")]
              for row in content["rows"]]  # fmt: skip
     figure, axes = pyplot.subplots(len(cases), 1, figsize=(8, 1.05 * len(cases) + 0.5), squeeze=False)
     for axis, (machine, row) in zip(axes[:, 0], cases, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from moetail.bench import files
 from moetail.bench.profile import Kernel, Profile
+
+_WHAT = "a kernels.json of --profile-dir"
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,10 @@ class KernelDelta:
         return self.b_us - self.a_us
 
 
-def read(path: Path) -> Profile:
-    """A kernels.json of ours or of vLLM's. Raises: ValueError where it is none, OSError where it cannot be read."""
+def read(name: str, path: Path) -> Profile:
+    """The kernels.json, of ours or of vLLM's, that the argument `name` gives. Raises: ValueError where it is none."""
+    content = files.read_json(name, path, _WHAT)
     try:
-        content = json.loads(path.read_bytes())
         kernels = tuple(
             Kernel(_text(k["name"]), _number(k["us"]), _number(k["calls"]), _text(k["example"]))
             for k in content["kernels"]
@@ -46,7 +48,7 @@ def read(path: Path) -> Profile:
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"file must be a kernels.json of --profile-dir, got {path} ({why})") from error
+        raise files.not_a(name, path, _WHAT, why) from error
 
 
 def deltas(a: Profile, b: Profile) -> tuple[KernelDelta, ...]:

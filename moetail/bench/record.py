@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from moetail.bench import files
+
 SCHEMA = 1
 
 
@@ -30,18 +32,22 @@ def record(
     }  # fmt: skip
 
 
-def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """A record. Raises: ValueError where it is none, or not of that kind."""
-    try:
-        content = json.loads(path.read_text())
-        found = (content["schema"], content["kind"])
-        missing = {"complete", "rows", "machine"} - content.keys()
-        if missing:
-            raise ValueError(f"it has no {', '.join(sorted(missing))}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"record must be a file that a bench wrote, got {path}: {error!r}") from error
-    if found[0] != SCHEMA or kind not in (None, found[1]):
-        raise ValueError(f"record must have schema {SCHEMA} and kind {kind or 'any'}, got {found} in {path}")
+def read(name: str, path: Path, kind: str | None = None) -> dict[str, Any]:
+    """The record that the argument `name` gives. Raises: ValueError where it is none, or not of that kind."""
+    what = "a record that a bench wrote" if kind is None else f"a record of kind {kind} that a bench wrote"
+    content = files.read_json(name, path, what)
+    if not isinstance(content, dict):
+        raise files.not_a(name, path, what, f"it is a {type(content).__name__}")
+    types = {"schema": int, "kind": str, "complete": bool, "world_size": int, "machine": dict, "rows": list}
+    missing = [key for key, type_ in types.items() if not isinstance(content.get(key), type_)]
+    if missing:
+        raise files.not_a(name, path, what, f"it has no {', '.join(missing)}")
+    if content["schema"] != SCHEMA:
+        raise files.not_a(name, path, what, f"its schema is {content['schema']}, and {SCHEMA} is read here")
+    if kind not in (None, content["kind"]):
+        raise files.not_a(name, path, what, f"its kind is {content['kind']}")
+    if not all(isinstance(row, dict) for row in content["rows"]):
+        raise files.not_a(name, path, what, "its rows are no objects")
     return content
 
 
@@ -52,14 +58,14 @@ def resume(path: Path, kind: str, settings: dict[str, Any]) -> list[dict[str, An
     """
     if not path.exists():
         return []
-    content = read(path, kind)
+    content = read("json", path, kind)
     if content["complete"]:
-        raise ValueError(f"record must be a partial one to go on with, got the complete {path}")
+        raise ValueError(f"json must be a partial record to go on with, got the complete {path}")
     then, now = ({**m, "date": None} for m in (content["machine"], machine()))
     then["settings"], now["settings"] = content.get("settings"), settings
     changed = [f"{name} was {then.get(name)}, is {now.get(name)}" for name in now if then.get(name) != now.get(name)]
     if changed:
-        raise ValueError(f"record must come from this same run to go on with it, got {path}: {'; '.join(changed)}")
+        raise ValueError(f"json must be a record of this same run to go on with it, got {path}: {'; '.join(changed)}")
     return content["rows"]
 
 

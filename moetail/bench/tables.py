@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,16 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from moetail.bench import record
 from moetail.bench.compare import Comparison
 
+# What of an op is its definition in torch on a CPU, and no kernel.
+_DEFINED_ON_CPU = {
+    "finalize_mhc": "the hyper-connection behind finalize", "finalize_norm_fp8": "the quantizing behind the norm",
+    "route": "route", "permute": "permute", "grouped_gemm": "grouped_gemm",
+    "experts": "permute and grouped_gemm in `moetail`", "fused_experts": "permute and grouped_gemm in `moetail`",
+    "moe_block": "route, permute and grouped_gemm in `moetail`",
+}  # fmt: skip
 _MARKED = re.compile(r"(<!-- (?P<kind>table|kernels): (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -86,17 +93,18 @@ def comparison_table(found: Comparison) -> Table:
 def kernels_table(rows: list[dict[str, Any]]) -> Table:
     """One line a shape: ours, and how many times longer each baseline takes than ours of the same numerics."""
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
-    table = Table(title=f"{rows[0]['op']}, us a call; baselines as a multiple of ours", title_justify="left")
+    table = Table(title=f"{rows[0]['op']}, us a call; baselines as a multiple of ours", title_justify="left",
+                  caption=_on_cpu(rows[0]), caption_justify="left")  # fmt: skip
     parts = any(row.get("over_part_us") is not None for row in rows)
     over = ("over its first part, us",) if parts else ()
-    for column in ("T", "K", "H", "mode", "L2", "us", *over, "p90", "TB/s", "of copy", "A/A", *baselines):
+    for column in ("T", "K", "H", "mode", "L2", "us", *over, "p90", "bandwidth", "of copy", "A/A", *baselines):
         table.add_column(column, justify="left" if column in ("mode", "L2") else "right")
     for row in rows:
         us = row["arms"]["moetail TRTLLM"]
         table.add_row(
             *(str(row[name]) for name in ("T", "K", "H", "mode", "l2")),
             f"{row['us']:.2f}", *((f"{row['over_part_us']:+.2f}",) if parts else ()), f"{us['p90_us']:.2f}",
-            "-" if row["tb_per_s"] is None else f"{row['tb_per_s']:.2f}",
+            rate(row["tb_per_s"], "B/s"),
             "-" if row["share_of_copy"] is None else f"{row['share_of_copy']:.0%}", f"{row['aa']['b_over_a']:.3f}",
             *(_multiple(row, name) for name in baselines),
         )  # fmt: skip
@@ -108,19 +116,35 @@ def block_table(rows: list[dict[str, Any]]) -> Table:
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     first = rows[0]
     title = (
-        f"{first['op']}, us a call; the floor: bytes at the copy's {first['copy_tb_per_s']:.2f} TB/s or FLOPs at the "
-        f"matmul's {first['matmul_tflop_per_s']:.0f} TFLOP/s; baselines as a multiple of ours"
+        f"{first['op']}, us a call; the floor: bytes at the copy's {rate(first['copy_tb_per_s'], 'B/s')} or FLOPs at "
+        f"the matmul's {rate(first['matmul_tflop_per_s'], 'FLOP/s')}; baselines as a multiple of ours"
     )
-    table = Table(title=title, title_justify="left")
-    for column in ("case", "us", "p90", "TB/s", "of copy", "TFLOP/s", "of floor", "bound", "A/A", *baselines):
+    table = Table(title=title, title_justify="left", caption=_on_cpu(first), caption_justify="left")
+    for column in ("case", "us", "p90", "bandwidth", "of copy", "FLOPs", "of floor", "bound", "A/A", *baselines):
         table.add_column(column, justify="left" if column in ("case", "bound") else "right")
     for row in rows:
         table.add_row(
-            row["case"], f"{row['us']:.2f}", f"{row['arms']['moetail']['p90_us']:.2f}", f"{row['tb_per_s']:.2f}",
-            f"{row['share_of_copy']:.0%}", f"{row['tflop_per_s']:.0f}", f"{row['share_of_floor']:.0%}", row["bound_by"],
+            row["case"], f"{row['us']:.2f}", f"{row['arms']['moetail']['p90_us']:.2f}", rate(row["tb_per_s"], "B/s"),
+            f"{row['share_of_copy']:.0%}", rate(row["tflop_per_s"], "FLOP/s"), f"{row['share_of_floor']:.0%}",
+            row["bound_by"],
             f"{row['aa']['b_over_a']:.3f}", *(_multiple(row, name) for name in baselines),
         )  # fmt: skip
     return table
+
+
+def rate(tera: float | None, unit: str) -> str:
+    """ "4.31 TB/s", "950 GB/s", "0.0123 GFLOP/s": tera from 1 on, giga below; "-" where there is none."""
+    if not tera:
+        return "-"
+    value, prefix = (tera, "T") if tera >= 0.9995 else (tera * 1e3, "G")
+    return f"{value:.3g} {prefix}{unit}" if value < 999.5 else f"{value:.0f} {prefix}{unit}"
+
+
+def _on_cpu(row: dict[str, Any]) -> str | None:
+    part = _DEFINED_ON_CPU.get(row["op"]) if row.get("device") == "cpu" else None
+    if part is None:
+        return None
+    return f"On a CPU {part} is the definition in torch, no kernel of ours: these times say nothing of a GPU's."
 
 
 def _multiple(row: dict[str, Any], name: str) -> str:
@@ -182,11 +206,12 @@ def _stamps(records: list[dict[str, Any]]) -> str:
 
 def with_tables(readme: str, root: Path) -> str:
     """The text with every block `<!-- table: FILE ... -->` (forward) or `<!-- kernels: FILE ... -->`, to
-    `<!-- end -->`, made anew from its records."""
+    `<!-- end -->`, made anew from its records. Raises: ValueError where one of them is none."""
 
     def fill(match: re.Match[str]) -> str:
-        records = [json.loads((root / name).read_text()) for name in match["files"].split()]
-        table = markdown_table(records) if match["kind"] == "table" else kernels_markdown(records)
+        kind = "forward" if match["kind"] == "table" else "kernels"
+        records = [record.read(f"{match['kind']} of README.md", root / n, kind) for n in match["files"].split()]
+        table = markdown_table(records) if kind == "forward" else kernels_markdown(records)
         return f"{match[1]}{table}{match[4]}"
 
     return _MARKED.sub(fill, readme)

@@ -18,7 +18,7 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 
 def numbers(name: str, text: str, form: str) -> tuple[int, ...]:
     parts = text.split(",")
-    if len(parts) != len(form.split(",")) or not all(n.strip().isdigit() and int(n) > 0 for n in parts):
+    if len(parts) != len(form.split(",")) or not all(n.strip().isdecimal() and int(n) > 0 for n in parts):
         raise ValueError(f"{name} must be {form}, numbers above 0, got {text!r}")
     return tuple(map(int, parts))
 
@@ -26,11 +26,13 @@ def numbers(name: str, text: str, form: str) -> tuple[int, ...]:
 def parse_device(text: str | None) -> torch.device:
     import torch
 
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    if text.partition(":")[0] not in kinds:
-        raise ValueError(f"device must be {' or '.join(kinds)} here, got {text!r}")
+        return torch.device("cuda" if count else "cpu")
+    known = ("cpu", *("cuda",)[:count], *(f"cuda:{i}" for i in range(count)))
+    if text not in known:
+        why = "here" if count else "here, where torch finds no CUDA GPU"
+        raise ValueError(f"device must be {' or '.join(known)} {why}, got {text!r}")
     return torch.device(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -26,12 +27,18 @@ def ceiling(
 
     errors = Console(stderr=True)
     try:
+        for name, value in (("step-ms", step_ms), ("separate-us", separate_us), ("fused-us", fused_us),
+                            ("tb-per-s", tb_per_s)):  # fmt: skip
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {value}")
         if shape is not None and separate_us is None and fused_us is None:
             answer = bench_ceiling.from_bytes(*parse_shape(shape), tb_per_s, layers, step_ms * 1e3)
         elif shape is None and separate_us is not None and fused_us is not None:
             answer = bench_ceiling.Ceiling(separate_us, fused_us, layers, step_ms * 1e3)
         else:
-            raise ValueError("ceiling must have either --separate-us and --fused-us, or --shape")
+            given = {"--separate-us": separate_us, "--fused-us": fused_us, "--shape": shape}
+            got = ", ".join(name for name, value in given.items() if value is not None) or "none of them"
+            raise ValueError(f"ceiling must have either --separate-us and --fused-us, or --shape, got {got}")
     except ValueError as error:
         fail(errors, str(error))
     Console().print(str(answer), highlight=False, soft_wrap=True)

@@ -26,7 +26,7 @@ def compare(
 
     errors, out = Console(stderr=True), Console()
     try:
-        found = bench_compare.compare(record.read(a), record.read(b))
+        found = bench_compare.compare(record.read("A", a), record.read("B", b))
     except ValueError as error:
         fail(errors, str(error))
     out.print(tables.comparison_table(found))

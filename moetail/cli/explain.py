@@ -39,6 +39,7 @@ def explain(
             raise ValueError(f"tb-per-s must be above 0, got {tb_per_s}")
         facts = model_facts(model)
         plan = plan_tails(facts.layers, WorldFacts(max_tokens, tp, facts.stage_starts(pp)))
+        facts.check_tp(tp)
     except (ValueError, ModuleNotFoundError) as error:
         fail(errors, str(error))
     out = Console(soft_wrap=True, width=None if Console().is_terminal else 240)

@@ -54,6 +54,7 @@ def forward(
         from moetail.bench import forward as bench_forward
         from moetail.bench import ranks as bench_ranks
         from moetail.bench import record, tables
+        from moetail.bench import routing as bench_routing
     except ModuleNotFoundError as error:
         fail(errors, f"{error}; pip install 'moetail[transformers,bench,cpu]'")
     rows: list[dict[str, Any]] = []
@@ -64,7 +65,9 @@ def forward(
         cases = [bench_cases.parse_case(c) for c in texts] + (bench_cases.load_shapes(shapes) if shapes else [])
         bench_cases.check_names(cases)
         cases = [bench_cases.jitter(one, kv_len_jitter, None) for one in cases]
+        bench_routing.check_routing(routing)
         records.check_writable(json)
+        records.check_folder(profile_dir, "profile-dir")
         source = text or readme_text()
         asked = {
             "model": model, "cases": texts, "shapes": str(shapes), "arms": arms, "rounds": rounds, "routing": routing,
@@ -81,7 +84,7 @@ def forward(
                 chosen = bench_forward.check_arms(tuple(arms.split(",")) if arms else loaded.arms[:2], loaded)
                 settings = bench_forward.Settings(chosen, rounds, routing, profile_dir)
             else:
-                _check_alone(ranks.world_size, shapes, kv_len_jitter, profile_dir)
+                _check_alone(ranks.world_size, arms, shapes, kv_len_jitter, profile_dir)
                 tree = stack.enter_context(bench_base.worktree(base))
             for done in range(len(rows), len(cases)):
                 one = cases[done]
@@ -122,8 +125,12 @@ def forward(
         raise typer.Exit(SLOWER)
 
 
-def _check_alone(world_size: int, shapes: Path | None, kv_len_jitter: float, profile_dir: Path | None) -> None:
+def _check_alone(
+    world_size: int, arms: str | None, shapes: Path | None, kv_len_jitter: float, profile_dir: Path | None
+) -> None:
     """Raises: ValueError for what --base does not take."""
+    if arms is not None and "," in arms:
+        raise ValueError(f"arms must be the one arm of both commits with --base, got {arms!r}")
     if world_size > 1:
         raise ValueError(f"base must be used in one process, got {world_size} ranks")
     if shapes is not None or kv_len_jitter or profile_dir is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,17 +49,19 @@ def kernels(
 
     errors = Console(stderr=True)
     try:
-        from moetail.bench import block, collectives, picture, record, tables
+        from moetail.bench import block, collectives, models, picture, record, tables
         from moetail.bench import kernels as bench_kernels
         from moetail.bench import ranks as bench_ranks
     except ModuleNotFoundError as error:
         fail(errors, f"{error}; pip install 'moetail[bench,cpu]'")
     rows: list[dict[str, Any]] = []
+    runs: dict[str, Callable[[], dict[str, Any]]] = {}
     interrupted = False
     settings = {"op": op, "shape": shape, "mode": mode, "l2": l2, "ranks": ranks, "rounds": rounds}
     try:
         records.check_writable(json)
-        records.check_writable(svg)
+        records.check_writable(svg, "svg")
+        _check_options(op, mode, l2, ranks, svg)
         shapes = [] if op in block.DEFAULTS else [parse_shape(text) for text in shape or ()]
         with bench_ranks.join(parse_device(device)) as (group, target), progress_bar(errors, group.rank) as progress:
             if op in bench_kernels.OPS:
@@ -79,7 +82,8 @@ def kernels(
             task = progress.add_task("kernels", total=len(runs))
             for done, (name, measure) in list(enumerate(runs.items()))[len(rows) :]:
                 progress.update(task, description=name, completed=done)
-                rows.append(measure())
+                with models.fits_in_memory(f"shape {name}"):
+                    rows.append(measure())
                 content = record.record("kernels", rows, done + 1 == len(runs), group.world_size, settings)
                 if group.rank == 0:
                     records.write(json, content)
@@ -104,18 +108,37 @@ def kernels(
         raise typer.Exit(INTERRUPTED)
 
 
+def _check_options(op: str, mode: str, l2: str, ranks: int | None, svg: Path | None) -> None:
+    """Raises: ValueError for an option that this op would not look at."""
+    from moetail.bench import kernels as bench_kernels
+
+    one_rank = op in bench_kernels.OPS
+    for name, value, unasked, of_op in (
+        ("mode", mode, "chained", one_rank), ("l2", l2, "cold", one_rank), ("svg", svg, None, one_rank),
+        ("ranks", ranks, None, op == "finalize_all_reduce"),
+    ):  # fmt: skip
+        if not of_op and value != unasked:
+            raise ValueError(f"{name} must be left out with --op {op}, got {value}")
+    if svg is not None and "chained" not in mode.split(","):
+        raise ValueError(f"svg must be left out where no mode is chained, got {svg}")
+
+
 def _one_rank_runs(
     op: str, shapes: list[tuple[int, int, int]], device: torch.device, mode: str, l2: str, rounds: int
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """What to measure, by what the progress bar says of it."""
     from moetail.bench import kernels as bench_kernels
 
+    modes, states = mode.split(","), l2.split(",")
+    for how, state, (_, K, _) in itertools.product(modes, states, shapes):
+        bench_kernels.check(K, device, how, state)
+
     def measure(one: tuple[int, int, int], how: str, state: str) -> dict[str, Any]:
         return bench_kernels.run_shape(*one, device, how, state, rounds, op).row()
 
     return {
         f"T,K,H={one} {how} {state}": functools.partial(measure, one, how, state)
-        for how in mode.split(",")
-        for state in l2.split(",")
+        for how in modes
+        for state in states
         for one in shapes
     }

@@ -26,8 +26,8 @@ def show(file: Annotated[Path, typer.Argument(help="a .kernels.json")], top: _To
     from moetail.bench import profile_diff
 
     try:
-        one = profile_diff.read(file)
-    except (ValueError, OSError) as error:
+        one = profile_diff.read("file", file)
+    except ValueError as error:
         fail(Console(stderr=True), str(error))
     _print(profile_diff.show_header(one), profile_diff.show_table(one, top))
 
@@ -42,8 +42,8 @@ def diff(
     from moetail.bench import profile_diff
 
     try:
-        one, other = profile_diff.read(a), profile_diff.read(b)
-    except (ValueError, OSError) as error:
+        one, other = profile_diff.read("A", a), profile_diff.read("B", b)
+    except ValueError as error:
         fail(Console(stderr=True), str(error))
     _print(profile_diff.diff_header(one, other), profile_diff.diff_table(one, other, top))
 

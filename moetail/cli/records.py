@@ -7,12 +7,26 @@ from pathlib import Path
 from typing import Any
 
 
-def check_writable(path: Path | None) -> None:
-    """Before anything is measured. Raises: OSError."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+def check_writable(path: Path | None, name: str = "json") -> None:
+    """Before anything is measured. Raises: ValueError where no file can be written at the path of the argument."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{name} must be a file to write, got the folder {path}")
+    check_folder(path.parent, name, f"a file to write, got {path}")
+
+
+def check_folder(folder: Path | None, name: str, what: str = "") -> None:
+    """Makes the folder. Raises: ValueError where no file can be written into the folder of the argument."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
+    except OSError as error:
+        what = what or f"a folder to write into, got {folder}"
+        raise ValueError(f"{name} must be {what} ({error.strerror or error})") from error
 
 
 def unfinished(path: Path | None, kind: str, settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def tune(
             launches = tuple(bench_tune.stale_launches(out, torch.cuda.get_device_name(0)))
             if not launches:
                 errors.print(f"{out}: nothing of this GPU is stale", highlight=False, soft_wrap=True)
-        records.check_writable(out)
+        records.check_writable(out, "out")
         jobs = bench_tune.jobs(launches)
         with progress_bar(errors) as progress:
             task = progress.add_task("tune", total=len(jobs))
@@ -104,9 +104,9 @@ def _launches(
         found = coverage.launches(model_facts(model).with_shared_slots(shared_slots), tp, max_tokens)
         return tuple(one for one in found if op in (None, one.shape.op))
     if op is None:
-        raise ValueError("op must be given without --model, got none")
+        raise ValueError("op must be named where there is no --model, got neither")
     if op not in coverage.FORMS:
-        raise ValueError(f"op must be tuned with --model, got {op!r} without")
+        raise ValueError(f"model must be given to tune {op}, which no --shape describes, got no --model")
     if not shape:
         raise ValueError(f"shape must be {coverage.FORMS[op]} where there is no --model, got none")
     sizes = [numbers("shape", text, coverage.FORMS[op]) for text in shape]

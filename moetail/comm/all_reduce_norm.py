@@ -22,7 +22,7 @@ from moetail.comm.all_reduce import WORKSPACE_ARGS, check_workspace, refuse_grad
 from moetail.comm.workspace import Kind, Workspace
 from moetail.ops import finalize as local
 from moetail.ops import quant_out as quantized
-from moetail.ops.finalize_norm import check_norm
+from moetail.ops.finalize_norm import check_norm, check_number
 from moetail.quantization import Quantized
 
 
@@ -59,6 +59,9 @@ def all_reduce_norm(
     local.check_tensors(("x", x, True), ("residual", residual, True), ("norm_weight", norm_weight, True),
                         ("post_norm_weight", post_norm_weight, False), ("residual_out", residual_out, False),
                         ("out", out, False))  # fmt: skip
+    check_number("eps", eps)
+    if not isinstance(zero_centred, bool):
+        raise ValueError(f"zero_centred must be True or False, got {zero_centred!r}")
     if x.dim() != 2:
         raise ValueError(f"x must have two dimensions [T, H], got shape {tuple(x.shape)}")
     check_workspace(workspace, "x", x, x.shape[0])

@@ -180,6 +180,8 @@ class Workspace:
         timeout_s: float = 30.0,
         device: torch.device | None = None,
     ) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"group must be a torch.distributed.ProcessGroup or None, got {group!r}")
         _refuse_capture()  # no rank can gather in one: this is the only error that the others do not hear of
         rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
 
@@ -312,7 +314,11 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 def _resolved(device: torch.device | None) -> torch.device:
     """With its index, and the default where None."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(default if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a cpu or cuda device, got {device!r} ({error})") from error
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -108,8 +108,7 @@ def enable(model: PreTrainedModel, experts: str = "grouped_mm") -> PreTrainedMod
 
     Raises: ValueError where no block of the model has MoE experts, or none of them can be served (with the reasons).
     """
-    if experts not in EXPERTS:
-        raise ValueError(f"experts must be one of {', '.join(EXPERTS)}, got {experts!r}")
+    _check(model, experts)
     plans = explain(model, experts)
     if all(plan.path == "stock" for plan in plans):
         raise ValueError("model must have a MoE block that moetail can serve, got: " + "; ".join(map(str, plans)))
@@ -125,6 +124,7 @@ def enable(model: PreTrainedModel, experts: str = "grouped_mm") -> PreTrainedMod
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Give the model its previous experts implementation back; returns the model."""
+    _check(model)
     stock = model.__dict__.pop("_moetail_stock", "grouped_mm")
     if set(EXPERTS.values()) & set(model.get_experts_implementation().values()):
         model.set_experts_implementation(stock)
@@ -142,6 +142,7 @@ def explain(model: PreTrainedModel, experts: str | None = None) -> list[BlockPla
 
     Raises: ValueError where the model has no MoE block.
     """
+    _check(model, experts)
     if experts is None:
         experts = "triton" if TRITON in model.get_experts_implementation().values() else "grouped_mm"
     plans = []
@@ -157,6 +158,15 @@ def explain(model: PreTrainedModel, experts: str | None = None) -> list[BlockPla
     if not plans:
         raise ValueError(f"model must have Mixture-of-Experts blocks, got {type(model).__name__} without any")
     return plans
+
+
+def _check(model: object, experts: str | None = None) -> None:
+    """A compiled or otherwise wrapped model is none of its class, and has its methods. Raises: ValueError."""
+    if isinstance(model, type) or not all(hasattr(model, m) for m in ("get_experts_implementation", "named_modules")):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ValueError(f"model must be a transformers PreTrainedModel, got {what}")
+    if experts is not None and experts not in EXPERTS:
+        raise ValueError(f"experts must be one of {', '.join(EXPERTS)}, got {experts!r}")
 
 
 def experts_forward(

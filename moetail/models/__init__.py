@@ -53,6 +53,12 @@ class ModelFacts:
         )
         return replace(self, layers=tuple(layers))
 
+    def check_tp(self, tp: int) -> None:
+        """Raises: ValueError where the experts' columns cannot be split among `tp` ranks."""
+        for kind in self.experts:
+            if kind.I % tp:
+                raise ValueError(f"tp must divide the experts' {kind.I} columns, got {tp}")
+
     def stage_starts(self, pp: int) -> tuple[int, ...]:
         """The first layer of each of `pp` stages of equal length, to the layer.
 

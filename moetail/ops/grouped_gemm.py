@@ -31,6 +31,9 @@ def block_for(T: int, K: int, E: int) -> int:
     The smallest block that the mean expert fills to two thirds at most: most experts then are one block, and their
     weights are read once.
     """
+    for name, count, least in (("T", T, 0), ("K", K, 1), ("E", E, 1)):
+        if not isinstance(count, (int, torch.SymInt)) or count < least:
+            raise ValueError(f"{name} must be a whole number from {least} on, got {count!r}")
     slots = T * K
     return next((block for block in BLOCKS if 3 * slots <= 2 * block * E), BLOCKS[-1])
 
@@ -79,6 +82,10 @@ def grouped_gemm(
             raise ValueError(f"{name} must not want gradients, got one that does: use torch.no_grad()")
     if not isinstance(permutation, Permutation):
         raise ValueError(f"permutation must be a moetail.Permutation, got {type(permutation).__name__}")
+    if not isinstance(gather, bool):
+        raise ValueError(f"gather must be True or False, got {gather!r}")
+    _check_activation(activation)
+    check_limit(limit)
     (T, K), E = permutation.row_map.shape, permutation.counts.shape[0]
     if gather and x.dim() == 2 and x.shape[0] != T:
         raise ValueError(f"x must have the permutation's T={T} rows, got shape {tuple(x.shape)}")
@@ -88,6 +95,17 @@ def grouped_gemm(
         x, weight, bias, permutation.source, permutation.block_expert, T, K, permutation.block, gather, activation,
         limit,
     )  # fmt: skip
+
+
+def _check_activation(activation: object) -> None:
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
+        raise ValueError(f'activation must be "swiglu" or None, got {activation!r}')
+
+
+def check_limit(limit: object) -> None:
+    """Of SwiGLU's clamp. Raises: ValueError."""
+    if limit is not None and (not isinstance(limit, (int, float)) or not 0 < limit <= _LARGEST_F32):
+        raise ValueError(f"limit must be a positive number that fp32 holds, or None, got {limit!r}")
 
 
 def _new(x: torch.Tensor, weight: torch.Tensor, source: torch.Tensor, activation: str | None) -> torch.Tensor:
@@ -148,14 +166,12 @@ def _check(
         raise ValueError(f"x must have the permutation's R={R} rows, got shape {tuple(x.shape)}")
     if Kd > 1 and x.stride(1) != 1:
         raise ValueError(f"x must have inner stride 1, got strides {x.stride()}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f'activation must be "swiglu" or None, got {activation!r}')
+    _check_activation(activation)
     if activation is not None and N % 2:
         raise ValueError(f"weight must have an even N (gate and up) for swiglu, got N={N}")
     if limit is not None and activation is None:
         raise ValueError(f"limit must be None without an activation, got {limit}")
-    if limit is not None and not 0 < limit <= _LARGEST_F32:
-        raise ValueError(f"limit must be a positive number that fp32 holds, got {limit}")
+    check_limit(limit)
     if bias is not None:
         if bias.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"bias must be bfloat16 or float32, got {bias.dtype}")

@@ -37,6 +37,9 @@ def permute(
     for name, value in (("topk_ids", topk_ids), ("expert_map", expert_map)):
         if not isinstance(value, torch.Tensor) and not (name == "expert_map" and value is None):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    for name, count in (("num_experts", num_experts), ("block", block)):
+        if not isinstance(count, int) or isinstance(count, bool) or count >= 2**63:
+            raise ValueError(f"{name} must be a whole number of int64, got {count!r}")
     row_map, source, block_expert, counts, offsets, num_rows = _op(topk_ids, expert_map, num_experts, block)
     return Permutation(row_map, source, block_expert, counts, offsets, num_rows, block)
 
