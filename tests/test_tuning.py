@@ -202,7 +202,7 @@ def test_a_launch_gets_the_tuned_config_and_compiles_it(folder, monkeypatch):
             assert config in module.every_config(gpu, *facts)
 
 
-@pytest.mark.parametrize("op", ["finalize", "finalize_mhc"])
+@pytest.mark.parametrize("op", ["finalize", "finalize_mhc", "finalize_norm"])
 def test_a_new_file_is_seen_after_forget(folder, monkeypatch, op):
     """By what a launch asks, which has a cache of its own in front of the lookup."""
     from moetail import coverage

@@ -90,7 +90,7 @@ def launch(
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=8192)
+@tuning.follows_files
 def config_for(device: torch.device, T: int, K: int, H: int, dtype: torch.dtype, unit: int = 0) -> RowConfig:
     """The tuned config where this GPU has one for T, the heuristic's otherwise. `unit`: `_cluster_unit`'s."""
     tuned = tuning.tuned(RowConfig, device, tuned_shape(K, H, dtype), kernel_hash(), T)
