@@ -11,7 +11,7 @@ import torch
 
 import moetail
 from moetail.ops import cpu_threads
-from moetail.ops.finalize_cpu import _take
+from moetail.ops.cpu_elements import _take
 from moetail.testing import assert_same_bits, finalize_inputs
 
 

@@ -18,17 +18,35 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moetail.numerics import Numerics, slot_groups, torch_cpu_main_columns
 from moetail.ops import cpu_threads
+from moetail.ops.cpu_elements import (
+    PRODUCTS,
+    SOURCE,
+    TAGS,
+    _constant,
+    _emit_broadcast,
+    _emit_fma,
+    _emit_load,
+    _emit_multiply_add,
+    _emit_rounded,
+    _emit_store,
+    _float_of_bits,
+    _multiply_add,
+    _pointer,
+    _row,
+    _take,
+)
 
 # Below this much work a second thread costs more than it saves.
 _BYTES_PER_THREAD = 512 * 1024
 
-_PRODUCTS = ("none", "fma", "round_f32", "round_row")
-# numba has neither bf16 nor a complete fp16: their bits travel as two integer types, which also choose the code below.
-_TAGS = {torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32: np.float32(0)}
+# Columns that are summed at once, in registers: 64 fp32 are four of AVX-512 or eight of AVX2. Then what is left.
+_LANES = (64, 8, 1)
+_F32, _I64 = ir.FloatType(), ir.IntType(64)
 
 
 def launch(
@@ -78,7 +96,7 @@ def prepare(
         gate = gate.to(rows.dtype).float()
     kernel = _compiled(
         rows.dtype,
-        _PRODUCTS.index(numerics.product),
+        PRODUCTS.index(numerics.product),
         0 if shared is None else 1 if gate is None else 2,
         0 if routed_scale == 1.0 else 1 if numerics.scale == "f32" else 2,
         numerics.rounding == "two",
@@ -104,121 +122,100 @@ def _row_bytes(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.stride(0) * tensor.element_size()
 
 
-@intrinsic
-def _pointer(typingctx, address, tag):  # noqa: ANN001, ANN202
-    """The address as a pointer to the tag's type."""
+@intrinsic(prefer_literal=True)
+def _columns(typingctx, facts, tag, slots, starts, groups, first, end, ends, factors):  # noqa: ANN001, ANN202
+    """y[first:end] of one token, with no sum in memory.
+
+    facts: (PRODUCT, SHARED, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO), compile-time numbers. slots: where the addresses and
+    the weights of the present slots lie, group after group; starts: where the groups' bounds lie. ends: the addresses
+    of y and of the shared row. factors: the routed scale, the gate.
+    """
+    literals, kind = [fact.literal_value for fact in facts.types], types.unliteral(tag)
+    pair, i64 = types.UniTuple(types.int64, 2), types.int64
+    signature = types.void(facts, kind, pair, i64, i64, i64, i64, pair, types.UniTuple(types.float32, 2))
 
     def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+        element, column = context.get_value_type(kind), args[5]
+        for lanes in _LANES:
+            column = _emit_columns(builder, literals, kind, element, lanes, column, args)
+        return context.get_dummy_value()
 
-    return types.CPointer(tag)(types.int64, tag), codegen
-
-
-def _emit_load(builder, tag, bits):  # noqa: ANN001, ANN202
-    if tag == types.uint16:
-        wide = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(wide, ir.FloatType())
-    if tag == types.int16:
-        return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
-    return bits
+    return signature, codegen
 
 
-def _emit_store(builder, tag, value):  # noqa: ANN001, ANN202
-    if tag == types.uint16:
-        i32, i16 = ir.IntType(32), ir.IntType(16)
-        bits = builder.bitcast(value, i32)
-        odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, i32(0x7FFF))), i32(16))
-        return builder.select(builder.fcmp_unordered("uno", value, value), i16(0x7FC0), builder.trunc(rounded, i16))
-    if tag == types.int16:
-        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
-    return value
+def _emit_columns(builder, facts, tag, element, lanes, first, args):  # noqa: ANN001, ANN202
+    """Columns from `first` on, `lanes` at a time while so many are left; returns the first that is left."""
+    _, _, slots, starts, groups, _, end, ends, factors = args
+    addresses, weights, y, shared = (builder.extract_value(two, i) for two in (slots, ends) for i in range(2))
+    scale, gate = (_emit_broadcast(builder, builder.extract_value(factors, i), lanes) for i in range(2))
+    vector, sums = (ir.VectorType(kind, lanes) if lanes > 1 else kind for kind in (element, _F32))
+    zero = ir.Constant(sums, [0.0] * lanes if lanes > 1 else 0.0)
+    bytes_each = 4 if element == _F32 else 2
+
+    def at(base, index, kind):  # noqa: ANN001, ANN202
+        return builder.gep(builder.inttoptr(base, kind.as_pointer()), [index])
+
+    def read(base, column):  # noqa: ANN001, ANN202
+        where = builder.bitcast(at(base, column, element), vector.as_pointer())
+        return builder.load(where, align=bytes_each)
+
+    count = builder.sdiv(builder.sub(end, first), _I64(lanes))
+    with cgutils.for_range(builder, count) as chunk:
+        column = builder.add(first, builder.mul(chunk.index, _I64(lanes)))
+        total, acc = (cgutils.alloca_once(builder, sums) for _ in range(2))
+        builder.store(zero, total)
+        with cgutils.for_range(builder, groups) as group:
+            builder.store(zero, acc)
+            start, stop = (builder.load(at(starts, builder.add(group.index, _I64(i)), _I64)) for i in range(2))
+            with cgutils.for_range(builder, stop, start=start) as slot:
+                row = builder.load(at(addresses, slot.index, _I64))
+                weight = _emit_broadcast(builder, builder.load(at(weights, slot.index, _F32)), lanes)
+                builder.store(
+                    _emit_multiply_add(builder, facts[0], tag, builder.load(acc), read(row, column), weight), acc
+                )
+            group_sum = builder.load(acc)
+            is_first = builder.icmp_signed("==", group.index, _I64(0))  # -0 stays -0: nothing is added to it
+            later = builder.fadd(builder.load(total), group_sum)
+            builder.store(builder.select(is_first, group_sum, later), total)
+        value = _emit_end(builder, facts, tag, builder.load(total), lambda: read(shared, column), scale, gate)
+        builder.store(value, builder.bitcast(at(y, column, element), vector.as_pointer()), align=bytes_each)
+    return builder.add(first, builder.mul(count, _I64(lanes)))
 
 
-@intrinsic
-def _load(typingctx, bits):  # noqa: ANN001, ANN202
-    """fp32 of a stored element: bf16 bits (uint16), fp16 bits (int16) or fp32. Exact."""
-    return types.float32(bits), lambda context, builder, signature, args: _emit_load(builder, bits, args[0])
-
-
-@intrinsic
-def _store(typingctx, value, tag):  # noqa: ANN001, ANN202
-    """The stored element nearest to an fp32, ties to even. bf16: a NaN becomes 0x7fc0, as torch's does."""
-    return tag(types.float32, tag), lambda context, builder, signature, args: _emit_store(builder, tag, args[0])
-
-
-@intrinsic
-def _float_of_bits(typingctx, bits):  # noqa: ANN001, ANN202
-    """The fp32 whose bits are the low half of an int64."""
-
-    def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
-        return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), ir.FloatType())
-
-    return types.float32(types.int64), codegen
-
-
-@intrinsic
-def _take(typingctx, counter, count):  # noqa: ANN001, ANN202
-    """Atomically add `count` to the int64 at `counter`; returns what it was."""
-
-    def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
-        return builder.atomic_rmw("add", args[0], args[1], "monotonic")
-
-    return types.int64(types.CPointer(types.int64), types.int64), codegen
-
-
-@intrinsic
-def _fma(typingctx, a, b, c):  # noqa: ANN001, ANN202
-    """fp32 a * b + c, rounded once: one instruction where the CPU has it, the C library's exact fmaf elsewhere."""
-    signature = types.float32(types.float32, types.float32, types.float32)
-    return signature, lambda context, builder, signature, args: builder.fma(*args)
-
-
-def _emit_multiply_add(builder, product, tag, acc, element, w):  # noqa: ANN001, ANN202
-    """acc + element * w with the rounding of `product`, an index into _PRODUCTS."""
-    kind, x = _PRODUCTS[product], _emit_load(builder, tag, element)
-    if kind == "none":
-        return builder.fadd(acc, x)
-    if kind == "fma":
-        return builder.fma(x, w, acc)
-    value = builder.fmul(x, w)
-    if kind == "round_row":
-        value = _emit_load(builder, tag, _emit_store(builder, tag, value))
-    return builder.fadd(acc, value)
+def _emit_end(builder, facts, tag, value, read_shared, scale, gate):  # noqa: ANN001, ANN202
+    """The stored elements of y, from the sum of the routed rows."""
+    _, SHARED, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO = facts
+    if SCALE == 2:
+        value = _emit_rounded(builder, tag, value)
+    if SCALE:
+        value = builder.fmul(value, scale)
+    if TWO_ROUNDINGS:
+        value = _emit_rounded(builder, tag, value)
+    if SHARED:
+        shared = _emit_load(builder, tag, read_shared())
+        if SHARED == 1:
+            value = builder.fadd(value, shared)
+        elif TWO_ROUNDINGS:
+            value = builder.fadd(value, _emit_rounded(builder, tag, builder.fmul(gate, shared)))
+        else:
+            value = _emit_fma(builder, gate, shared, value)
+    if POSITIVE_ZERO:
+        rounded = _emit_rounded(builder, tag, value)
+        value = builder.fadd(rounded, _constant(rounded, 0.0))
+    return _emit_store(builder, tag, value)
 
 
 @intrinsic(prefer_literal=True)
-def _multiply_add(typingctx, product, acc, bits, w):  # noqa: ANN001, ANN202
-    """acc + element * w; `product` is a compile-time number."""
-    index, tag = product.literal_value, types.unliteral(bits)
+def _end(typingctx, facts, value, bits, factors):  # noqa: ANN001, ANN202
+    """The stored element of y, from a sum and the shared element; facts and factors as `_columns` has them."""
+    literals, kind = [fact.literal_value for fact in facts.types], types.unliteral(bits)
 
     def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
-        return _emit_multiply_add(builder, index, tag, *args[1:])
+        _, total, shared, two = args
+        scale, gate = (builder.extract_value(two, i) for i in range(2))
+        return _emit_end(builder, literals, kind, total, lambda: shared, scale, gate)
 
-    return types.float32(product, types.float32, tag, types.float32), codegen
-
-
-@intrinsic(prefer_literal=True)
-def _add_column(typingctx, product, acc, rows, weights, c, tag):  # noqa: ANN001, ANN202
-    """acc + row0[c] * weights[0] + row1[c] * weights[1] + .., in this order; rows: a tuple of their addresses."""
-    index, kind = product.literal_value, types.unliteral(tag)
-
-    def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
-        _, total, addresses, factors, column, _ = args
-        pointer = context.get_value_type(types.CPointer(kind))
-        for i in range(len(rows)):
-            row = builder.inttoptr(builder.extract_value(addresses, i), pointer)
-            element = builder.load(builder.gep(row, [column]))
-            total = _emit_multiply_add(builder, index, kind, total, element, builder.extract_value(factors, i))
-        return total
-
-    return types.float32(product, types.float32, rows, weights, types.int64, kind), codegen
-
-
-@numba.njit(nogil=True, inline="always")
-def _add_rows(PRODUCT, a, rows, weights, tag, main):  # noqa: ANN001, ANN202
-    for c in range(main):
-        a[c] = _add_column(PRODUCT, a[c], rows, weights, c, tag)
+    return kind(facts, types.float32, kind, types.UniTuple(types.float32, 2)), codegen
 
 
 @functools.cache
@@ -246,12 +243,14 @@ def _kernel(
 ) -> Any:
     """The kernel for one set of compile-time facts: a C function of one pointer, kept on disk by numba.
 
-    PRODUCT: index into _PRODUCTS. SHARED: 0 none, 1 plain, 2 gated. SCALE: 0 none, 1 f32, 2 round_row.
+    PRODUCT: index into PRODUCTS. SHARED: 0 none, 1 plain, 2 gated. SCALE: 0 none, 1 f32, 2 round_row.
     """
-    tag = _TAGS[DTYPE]
+    tag, made_of = TAGS[DTYPE], SOURCE
+    TWO, POSITIVE = int(TWO_ROUNDINGS), int(POSITIVE_ZERO)
 
     @numba.cfunc(types.void(types.CPointer(types.int64)), cache=cache)
     def finalize_cpu(call):  # noqa: ANN001, ANN202
+        _ = made_of
         (
             _, T, turn, rows_at, rows_stride, map_at, weights_at, shared_at, shared_stride, gate_at, out_at, out_stride,
             K, H, main, limit, groups, scale_bits,
@@ -260,16 +259,16 @@ def _kernel(
         weights = numba.carray(_pointer(weights_at, numba.float32(0)), T * K)
         gates = numba.carray(_pointer(gate_at, numba.float32(0)), T)
         factor = _float_of_bits(scale_bits)
-        acc = np.empty((groups, H), np.float32)
-        edge = np.empty((4, H - main), np.float32)  # torch_cpu: accumulators of the last columns
-        at = np.empty(K, np.int64)  # address and weight of a group's present slots
+        edge = np.empty(4, np.float32)  # torch_cpu: accumulators of one of the last columns
+        at = np.empty(K, np.int64)  # address and weight of the present slots, group after group
         by = np.ones(K, np.float32)
+        starts = np.empty(groups + 1, np.int64)
         first = _take(call, turn)
         while first < T:
             for t in range(first, min(first + turn, T)):
-                acc[:] = 0
+                n = 0
                 for g in range(groups):
-                    n = 0
+                    starts[g] = n
                     for k in range(g, K, groups):
                         r = row_of[t * K + k]
                         if 0 <= r < limit:
@@ -277,73 +276,28 @@ def _kernel(
                             if PRODUCT != 0:
                                 by[n] = weights[t * K + k]
                             n += 1
-                    a = acc[g, :main]
-                    # Up to eight rows a pass: more loads in flight, and less traffic to the accumulators. Share of the
-                    # copy bandwidth, two cores, T 2048 H 4096: K 6 in passes of 4, 1, 1 rows 71 %, of 4, 2 82 %, of 6
-                    # 90 %; K 8 in passes of 4, 4 82 %, of 8 86 %; K 10 71 %, 78 % and in passes of 8, 2 82 %.
-                    i = 0
-                    while n - i >= 8:
-                        eight = (at[i], at[i + 1], at[i + 2], at[i + 3], at[i + 4], at[i + 5], at[i + 6], at[i + 7])
-                        w = (by[i], by[i + 1], by[i + 2], by[i + 3], by[i + 4], by[i + 5], by[i + 6], by[i + 7])
-                        _add_rows(PRODUCT, a, eight, w, tag, main)
-                        i += 8
-                    if n - i >= 6:
-                        six = (at[i], at[i + 1], at[i + 2], at[i + 3], at[i + 4], at[i + 5])
-                        w6 = (by[i], by[i + 1], by[i + 2], by[i + 3], by[i + 4], by[i + 5])
-                        _add_rows(PRODUCT, a, six, w6, tag, main)
-                        i += 6
-                    if n - i >= 4:
-                        four = (at[i], at[i + 1], at[i + 2], at[i + 3])
-                        _add_rows(PRODUCT, a, four, (by[i], by[i + 1], by[i + 2], by[i + 3]), tag, main)
-                        i += 4
-                    if n - i >= 2:
-                        _add_rows(PRODUCT, a, (at[i], at[i + 1]), (by[i], by[i + 1]), tag, main)
-                        i += 2
-                    if i < n:
-                        _add_rows(PRODUCT, a, (at[i],), (by[i],), tag, main)
-                for g in range(1, groups):
-                    for c in range(main):
-                        acc[0, c] += acc[g, c]
-
+                starts[groups] = n
+                y_at, s_at = out_at + t * out_stride, shared_at + t * shared_stride
+                factors = (factor, gates[t] if SHARED == 2 else numba.float32(1))
+                _columns(
+                    (PRODUCT, SHARED, SCALE, TWO, POSITIVE), tag, (at.ctypes.data, by.ctypes.data),
+                    starts.ctypes.data, groups, 0, main, (y_at, s_at), factors,
+                )  # fmt: skip
                 if main < H:
-                    edge[:] = 0
-                    for k in range(K):
-                        r = row_of[t * K + k]
-                        if 0 <= r < limit:
-                            x = _row(rows_at + r * rows_stride, tag, H)
-                            w = weights[t * K + k] if PRODUCT != 0 else numba.float32(1)
-                            e = edge[k % 4 if k < K // 4 * 4 else 0]
-                            for c in range(main, H):
-                                e[c - main] = _multiply_add(PRODUCT, e[c - main], x[c], w)
+                    y, s = _row(y_at, tag, H), _row(s_at, tag, H)
                     for c in range(main, H):
-                        e = edge[:, c - main]
-                        acc[0, c] = ((e[0] + e[1]) + e[2]) + e[3]
-
-                total, y, s = acc[0], _row(out_at + t * out_stride, tag, H), _row(shared_at + t * shared_stride, tag, H)
-                gate = gates[t] if SHARED == 2 else numba.float32(1)
-                for c in range(H):
-                    v = total[c]
-                    if SCALE == 1:
-                        v = v * factor
-                    if SCALE == 2:
-                        v = _load(_store(v, tag)) * factor
-                    if TWO_ROUNDINGS:
-                        v = _load(_store(v, tag))
-                    if SHARED == 1:
-                        v = v + _load(s[c])
-                    if SHARED == 2:
-                        if TWO_ROUNDINGS:
-                            v = v + _load(_store(gate * _load(s[c]), tag))
-                        else:
-                            v = _fma(gate, _load(s[c]), v)
-                    if POSITIVE_ZERO:
-                        v = _load(_store(v, tag)) + numba.float32(0)
-                    y[c] = _store(v, tag)
+                        edge[:] = 0
+                        for k in range(K):
+                            r = row_of[t * K + k]
+                            if 0 <= r < limit:
+                                x = _row(rows_at + r * rows_stride, tag, H)
+                                w = weights[t * K + k] if PRODUCT != 0 else numba.float32(1)
+                                e = k % 4 if k < K // 4 * 4 else 0
+                                edge[e] = _multiply_add(PRODUCT, edge[e], x[c], w)
+                        v = ((edge[0] + edge[1]) + edge[2]) + edge[3]
+                        y[c] = _end(
+                            (PRODUCT, SHARED, SCALE, TWO, POSITIVE), v, s[c] if SHARED != 0 else tag, factors
+                        )  # fmt: skip
             first = _take(call, turn)
 
     return finalize_cpu
-
-
-@numba.njit(nogil=True, inline="always")
-def _row(address, tag, H):  # noqa: ANN001, ANN202
-    return numba.carray(_pointer(address, tag), H)

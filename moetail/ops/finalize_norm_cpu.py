@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from moetail.numerics import Numerics
 from moetail.ops import cpu_threads, finalize_cpu
-from moetail.ops.finalize_cpu import _float_of_bits, _load, _row, _store, _take
+from moetail.ops.cpu_elements import SOURCE, TAGS, _float_of_bits, _load, _row, _store, _take
 
 # Rows between finalize and norm: 80 KB at H 5120, of a level-2 cache; each costs finalize an eighth of a call.
 _TOKENS = 8
@@ -91,10 +91,11 @@ def _compiled(dtype: torch.dtype, sandwich: bool) -> Any:
 
 def _kernel(DTYPE: torch.dtype, SANDWICH: bool, *, cache: bool) -> Any:
     """The kernel for one set of compile-time facts: a C function of one pointer, kept on disk by numba."""
-    tag = finalize_cpu._TAGS[DTYPE]
+    tag, made_of = TAGS[DTYPE], SOURCE
 
     @numba.cfunc(types.void(types.CPointer(types.int64)), cache=cache)
     def finalize_norm_cpu(call):  # noqa: ANN001, ANN202
+        _ = made_of
         (
             _, T, turn, finalize, finalize_arguments, count, H, out_at, out_stride, residual_stride, new_stride,
             residual_at, new_at, factor_at, post_factor_at, eps_bits,
