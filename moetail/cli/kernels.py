@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from moetail.cli import records
+from moetail.cli import records, terminal
 from moetail.cli.app import INTERRUPTED, SLOWER, bench
 from moetail.cli.arguments import parse_device, parse_shape
 from moetail.cli.terminal import fail, progress_bar
@@ -101,7 +101,7 @@ def kernels(
     if group.rank != 0:
         return
     table = tables.block_table if op in block.DEFAULTS else tables.kernels_table
-    Console(soft_wrap=True, width=None if Console().is_terminal else 240).print(table(rows))
+    terminal.out().print(table(rows))
     if rows[0]["not_installed"]:
         errors.print(f"not installed here, so not compared: {', '.join(rows[0]['not_installed'])}", highlight=False)
     if interrupted:
