@@ -26,7 +26,7 @@ SHAPES = [(6, 5120), (8, 7168), (10, 2048), (4, 2880)]
 def arguments(T, K, H, **kwargs):
     """As finalize_norm's tests have them, but with rows that 16 bytes divide."""
     args, named = test_finalize_norm.arguments(T, K, H, **kwargs)
-    return args, named | {"residual": named["residual"].contiguous()}
+    return args, named | {"residual": named["residual"].clone(memory_format=torch.contiguous_format)}
 
 
 def launch(args, named, config, *, zero_centred=False, quantized=None, outputs=None):
