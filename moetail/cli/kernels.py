@@ -130,8 +130,8 @@ def _one_rank_runs(
     from moetail.bench import kernels as bench_kernels
 
     modes, states = mode.split(","), l2.split(",")
-    for how, state, (_, K, _) in itertools.product(modes, states, shapes):
-        bench_kernels.check(K, device, how, state)
+    for how, state, one in itertools.product(modes, states, shapes):
+        bench_kernels.check(*one, device, how, state)
 
     def measure(one: tuple[int, int, int], how: str, state: str) -> dict[str, Any]:
         return bench_kernels.run_shape(*one, device, how, state, rounds, op).row()
