@@ -45,7 +45,7 @@ def test_virtual_ranks(W):
     [
         ((), "must run under torchrun, or with --ranks W on a GPU"),
         (("--ranks", "2"), "ranks must be given in one process on a GPU"),
-        (("--op", "reduce"), "route, permute, grouped_gemm, experts, moe_block, got 'reduce'"),
+        (("--op", "reduce"), "grouped_gemm, experts, fused_experts, moe_block, got 'reduce'"),
     ],
 )
 def test_bad_input(args, says):

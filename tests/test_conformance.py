@@ -48,6 +48,7 @@ def test_command(tmp_path):
     result = CliRunner().invoke(cli.app, [*args, f"{__name__}:torch_expression"])
     assert result.exit_code == cli.OK, result.output
     assert json.loads(out.read_text())["rows"][0]["profiles"] == ["TRANSFORMERS"]
+    assert all(case.name in result.output for case in conformance.CASES)  # a pipe gets whole names
     result = CliRunner().invoke(cli.app, [*args, f"{__name__}:no_profile"])
     assert result.exit_code == cli.SLOWER
     assert "none of the presets tried" in result.output

@@ -78,6 +78,14 @@ def test_deepseek_v41_needs_no_transformers():
     assert "before" not in done.stderr and "Engram" in done.stdout
 
 
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_the_command_without_its_extra(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None\nimport moetail.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == cli.USAGE and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("moetail: ") and "pip install 'moetail[bench]'" in done.stderr
+
+
 def test_a_config_of_transformers(tmp_path):
     config = models.BUILT_IN["deepseek-v3-mini"] | {"num_hidden_layers": 5, "first_k_dense_replace": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))

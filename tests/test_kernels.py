@@ -163,8 +163,18 @@ def test_bad_input(args, says, monkeypatch):
 def test_a_shape_larger_than_memory_is_one_sentence(shape):
     result = run("bench", "kernels", "--device", "cpu", "--shape", shape)
     assert result.exit_code == cli.USAGE, result.exception
-    assert f"shape T,K,H=({shape.replace(',', ', ')}) chained cold does not fit in memory" in " ".join(
-        result.stderr.split()
+    assert f"shape {shape} must fit in memory: one set of its expert rows takes " in " ".join(result.stderr.split())
+
+
+def test_an_allocation_that_fails_is_one_sentence(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
+
+    monkeypatch.setattr(kernels, "run_shape", full)
+    result = run("bench", "kernels", "--device", "cpu", "--shape", "4,2,8")
+    assert result.exit_code == cli.USAGE, result.exception
+    assert "shape T,K,H=(4, 2, 8) chained cold does not fit in memory: an allocation of 2.50 GiB failed" in (
+        " ".join(result.stderr.split())
     )
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from moetail.bench import contenders_block, stats, timing
-from moetail.bench.contenders_block import Case, Size
+from moetail.bench import contenders_block, memory, stats, timing
+from moetail.bench.contenders_block import SETS, Case, Size
 from moetail.bench.contenders_fused_experts import fused_experts
 from moetail.routing import MAX_EXPERTS, MAX_TOP_K
 
@@ -54,15 +54,29 @@ def parse(op: str, text: str) -> Size:
 
 
 def runs(op: str, sizes: Iterable[Size], device: torch.device, rounds: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What to measure, by what the progress bar says of it."""
+    """What to measure, by what the progress bar says of it.
+
+    Raises: ValueError where one of them cannot be in memory: on a CPU an allocation that fails later may be the whole
+    process, killed.
+    """
     base, tokens = DEFAULTS[op]
     chosen = list(sizes) or [replace(base, T=T) for T in tokens]
+    for size in chosen:
+        memory.check_fits(f"shape {size}", least_bytes(op, size), device, f"the least that {op} holds takes")
     return {
         f"{op} {size} {routing} {part}".strip(): functools.partial(run, op, size, device, routing, part, rounds)
         for size in chosen
         for routing in (ROUTINGS if op in ("experts", "grouped_gemm") else ("random",))
         for part in (("first", "second") if op == "grouped_gemm" else ("",))
     }
+
+
+def least_bytes(op: str, size: Size) -> int:
+    """The weights, and the rows of all choices; before a GEMM the logits or ids of each set."""
+    choices, experts = size.T * size.K, size.E * size.I * size.H
+    if op in ("route", "permute"):
+        return SETS * 4 * (size.T * size.E if op == "route" else choices)
+    return 2 * ((2 if op == "grouped_gemm" else 3) * experts + choices * size.H)
 
 
 def run(op: str, size: Size, device: torch.device, routing: str, part: str, rounds: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from moetail.bench import (
     contenders_finalize_mhc,
     contenders_finalize_norm,
     contenders_finalize_norm_fp8,
+    memory,
     stats,
     timing,
 )
@@ -100,8 +101,10 @@ class KernelResult:
         }  # fmt: skip
 
 
-def check(K: int, device: torch.device, mode: str, l2: str) -> None:
-    """Raises: ValueError for more slots than an op takes, an unknown mode or l2, or "producer" on a CPU."""
+def check(T: int, K: int, H: int, device: torch.device, mode: str, l2: str) -> None:
+    """Raises: ValueError for more slots than an op takes, rows that cannot be in memory, an unknown mode or l2, or
+    "producer" on a CPU."""
+    memory.check_fits(f"shape {T},{K},{H}", 2 * T * K * H * 2, device, "one set of its expert rows takes")
     if K > MAX_K:
         raise ValueError(f"shape must have K <= {MAX_K} slots, got K={K}")
     if l2 not in L2 and not (l2.isdecimal() and 0 < int(l2) <= _MAX_SETS):
@@ -121,7 +124,7 @@ def run_shape(
 
     Raises: ValueError as `check` does; RuntimeError where our own bits fail.
     """
-    check(K, device, mode, l2)
+    check(T, K, H, device, mode, l2)
     case = OPS[op]
     torch._dynamo.reset()  # past its recompile limit torch.compile runs eagerly, and would be no baseline
     baselines, missing = case.contenders()

@@ -45,11 +45,10 @@ def free_bytes(device: torch.device) -> int:
     return available[0] if available else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_fits(what: str, needed: int, device: torch.device) -> None:
+def check_fits(what: str, needed: int, device: torch.device, parts: str = "its parameters take") -> None:
     """Before anything of `needed` bytes is allocated. Raises: ValueError naming `what` and both numbers."""
     free = free_bytes(device)
     if needed > free:
         raise ValueError(
-            f"{what} must fit in memory: its parameters take {needed / 1e9:.1f} GB, got {free / 1e9:.1f} GB free on "
-            f"{device}"
+            f"{what} must fit in memory: {parts} {needed / 1e9:.1f} GB, got {free / 1e9:.1f} GB free on {device}"
         )

@@ -16,8 +16,8 @@ from moetail.bench.compare import Comparison
 _DEFINED_ON_CPU = {
     "finalize_mhc": "the hyper-connection behind finalize", "finalize_norm_fp8": "the quantizing behind the norm",
     "route": "route", "permute": "permute", "grouped_gemm": "grouped_gemm",
-    "experts": "permute and grouped_gemm in `moetail`", "fused_experts": "permute and grouped_gemm in `moetail`",
-    "moe_block": "route, permute and grouped_gemm in `moetail`",
+    "experts": "permute and grouped_gemm", "fused_experts": "permute and grouped_gemm",
+    "moe_block": "route, permute and grouped_gemm",
 }  # fmt: skip
 _MARKED = re.compile(r"(<!-- (?P<kind>table|kernels): (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -144,7 +144,7 @@ def _on_cpu(row: dict[str, Any]) -> str | None:
     part = _DEFINED_ON_CPU.get(row["op"]) if row.get("device") == "cpu" else None
     if part is None:
         return None
-    return f"On a CPU {part} is the definition in torch, no kernel of ours: these times say nothing of a GPU's."
+    return f"On a CPU no kernel of ours runs for {part}, but the definition in torch: it says nothing of a GPU's times."
 
 
 def _multiple(row: dict[str, Any], name: str) -> str:

@@ -3,6 +3,15 @@
 One file a command; `app` holds the command groups and the exit codes.
 """
 
+import sys
+
+try:
+    import rich  # noqa: F401
+    import typer  # noqa: F401
+except ModuleNotFoundError as error:  # without the extra the command is installed all the same
+    print(f"moetail: {error}; pip install 'moetail[bench]'", file=sys.stderr)
+    raise SystemExit(2) from None
+
 from moetail.cli import (  # noqa: F401  each registers its command
     ceiling,
     compare,

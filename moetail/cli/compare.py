@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from moetail.cli import terminal
 from moetail.cli.app import SLOWER, bench
 from moetail.cli.terminal import fail
 
@@ -24,7 +25,7 @@ def compare(
     from moetail.bench import compare as bench_compare
     from moetail.bench import record, tables
 
-    errors, out = Console(stderr=True), Console()
+    errors, out = Console(stderr=True), terminal.out()
     try:
         found = bench_compare.compare(record.read("A", a), record.read("B", b))
     except ValueError as error:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moetail.cli import records
+from moetail.cli import records, terminal
 from moetail.cli.app import FAILED, SLOWER, app
 from moetail.cli.arguments import parse_device
 from moetail.cli.terminal import fail
@@ -29,7 +29,7 @@ def conformance(
     from moetail import conformance as suite
     from moetail.bench import record, tables
 
-    errors, out = Console(stderr=True), Console()
+    errors, out = Console(stderr=True), terminal.out()
     try:
         records.check_writable(json)
         report = suite.run(impl, suite.load(impl), str(parse_device(device)), tuple(numerics or ()))

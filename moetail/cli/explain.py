@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from moetail.cli import terminal
 from moetail.cli.app import app
 from moetail.cli.arguments import model_facts
 from moetail.cli.terminal import fail
@@ -42,7 +43,7 @@ def explain(
         facts.check_tp(tp)
     except (ValueError, ModuleNotFoundError) as error:
         fail(errors, str(error))
-    out = Console(soft_wrap=True, width=None if Console().is_terminal else 240)
+    out = terminal.out()
     out.print(_table(plan, facts, tb_per_s))
     out.print(
         f"{facts.name}, K={facts.K} H={facts.H}, tp {tp}, pp {pp}. 'saves': an estimate of what one pass over finalize "

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from moetail.cli import records
+from moetail.cli import records, terminal
 from moetail.cli.app import FAILED, INTERRUPTED, SLOWER, bench
 from moetail.cli.arguments import parse_device, parse_verdicts, readme_text
 from moetail.cli.terminal import fail, progress_bar, show
@@ -115,7 +115,7 @@ def forward(
         machine = content["machine"]
         where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, eager"
         of_ranks = f", {ranks.world_size} ranks" if ranks.world_size > 1 else ""
-        out = Console()
+        out = terminal.out()
         out.print(tables.forward_table(rows, f"{model} on {where}{of_ranks}; routing {routing}"))
         for row in rows:
             out.print(tables.forward_details(row), highlight=False, markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from moetail.cli import records
+from moetail.cli import records, terminal
 from moetail.cli.app import INTERRUPTED, SLOWER, bench
 from moetail.cli.arguments import parse_device, parse_shape
 from moetail.cli.terminal import fail, progress_bar
@@ -101,7 +101,7 @@ def kernels(
     if group.rank != 0:
         return
     table = tables.block_table if op in block.DEFAULTS else tables.kernels_table
-    Console(soft_wrap=True, width=None if Console().is_terminal else 240).print(table(rows))
+    terminal.out().print(table(rows))
     if rows[0]["not_installed"]:
         errors.print(f"not installed here, so not compared: {', '.join(rows[0]['not_installed'])}", highlight=False)
     if interrupted:
@@ -130,8 +130,8 @@ def _one_rank_runs(
     from moetail.bench import kernels as bench_kernels
 
     modes, states = mode.split(","), l2.split(",")
-    for how, state, (_, K, _) in itertools.product(modes, states, shapes):
-        bench_kernels.check(K, device, how, state)
+    for how, state, one in itertools.product(modes, states, shapes):
+        bench_kernels.check(*one, device, how, state)
 
     def measure(one: tuple[int, int, int], how: str, state: str) -> dict[str, Any]:
         return bench_kernels.run_shape(*one, device, how, state, rounds, op).row()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moetail.cli import records
+from moetail.cli import records, terminal
 from moetail.cli.app import FAILED, INTERRUPTED, OK, SLOWER, bench
 from moetail.cli.arguments import parse_device
 from moetail.cli.terminal import fail, progress_bar
@@ -44,7 +44,7 @@ def selftest(
         if ranks.rank == 0:
             rows = [{**o.result.row(), "wanted": o.wanted, "caught": o.caught} for o in outcomes]
             records.write(json, record.record("selftest", rows, True, ranks.world_size))
-            out = Console()
+            out = terminal.out()
             out.print(tables.selftest_table(rows))
             for row in rows:
                 out.print(f"{row['case']}: {row['why']}", highlight=False, markup=False, soft_wrap=True)

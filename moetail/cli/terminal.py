@@ -24,6 +24,12 @@ def fail(errors: Console, sentence: str, code: int = USAGE) -> NoReturn:
     raise typer.Exit(code)
 
 
+def out() -> Console:
+    """Stdout; a pipe has no width, and gets names and tables whole."""
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=240)
+
+
 def show(progress: Progress, task: TaskID, name: str, done: int, total: int) -> None:
     progress.update(task, description=name, completed=done, total=total)
 
