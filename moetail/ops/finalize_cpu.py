@@ -1,7 +1,8 @@
 """finalize on a CPU: a compiled, multi-threaded kernel (numba: no compiler needed on the user's machine).
 
-One token at a time: its fp32 accumulators stay in the L1 cache while the K expert rows stream by. LLVM vectorizes the
-column loops; it neither contracts nor reorders (no fastmath), so a column's arithmetic is exactly what is written.
+One token at a time, a cache line of columns at a time: all K rows are added in registers, finished there and stored
+once. numba's own loops need a buffer for the sums, because LLVM cannot know that y is none of the rows: so these loops
+are emitted as vectors. What is emitted is exactly what is computed (`cpu_elements.py`).
 The threads are torch's (`cpu_threads.py`), which take tokens from a shared counter.
 """
 
@@ -44,8 +45,8 @@ from moetail.ops.cpu_elements import (
 # Below this much work a second thread costs more than it saves.
 _BYTES_PER_THREAD = 512 * 1024
 
-# Columns that are summed at once, in registers: 64 fp32 are four of AVX-512 or eight of AVX2. Then what is left.
-_LANES = (64, 8, 1)
+# Columns that are summed at once: 32 bf16 are a cache line. Then what is left.
+_LANES = (32, 8, 1)
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 
 
@@ -96,6 +97,8 @@ def prepare(
         gate = gate.to(rows.dtype).float()
     kernel = _compiled(
         rows.dtype,
+        K,
+        1 if numerics.order == "torch_cpu" else len(slot_groups(numerics.order, K)),
         PRODUCTS.index(numerics.product),
         0 if shared is None else 1 if gate is None else 2,
         0 if routed_scale == 1.0 else 1 if numerics.scale == "f32" else 2,
@@ -103,15 +106,22 @@ def prepare(
         numerics.zero == "positive",
     )
     main = torch_cpu_main_columns(H) if numerics.order == "torch_cpu" else H
-    groups = 1 if numerics.order == "torch_cpu" else len(slot_groups(numerics.order, K))
     threads = min(torch.get_num_threads(), T, 1 + T * K * H * rows.element_size() // _BYTES_PER_THREAD)
     tokens_a_turn = max(1, T // (8 * threads))
+    absent = _minus_zeros(H, rows.dtype)
     scale_bits = int(np.float32(routed_scale).view(np.int32))
     arguments = np.array([
         0, T, tokens_a_turn, rows.data_ptr(), _row_bytes(rows), row_map.data_ptr(), _address(weights), _address(shared),
-        _row_bytes(shared), _address(gate), out.data_ptr(), _row_bytes(out), K, H, main, limit, groups, scale_bits,
+        _row_bytes(shared), _address(gate), out.data_ptr(), _row_bytes(out), H, main, limit, absent.data_ptr(),
+        scale_bits,
     ], dtype=np.int64)  # fmt: skip
-    return Call(kernel.address, arguments, threads, (rows, row_map, weights, shared, gate, out))
+    return Call(kernel.address, arguments, threads, (rows, row_map, weights, shared, gate, out, absent))
+
+
+@functools.lru_cache(maxsize=16)
+def _minus_zeros(H: int, dtype: torch.dtype) -> torch.Tensor:
+    """The row of an absent slot: to add it, with whatever weight that is not negative, changes no bit of any sum."""
+    return torch.full((H,), -0.0, dtype=dtype)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -123,19 +133,18 @@ def _row_bytes(tensor: torch.Tensor | None) -> int:
 
 
 @intrinsic(prefer_literal=True)
-def _columns(typingctx, facts, tag, slots, starts, groups, first, end, ends, factors):  # noqa: ANN001, ANN202
-    """y[first:end] of one token, with no sum in memory.
+def _columns(typingctx, facts, tag, slots, first, end, ends, factors):  # noqa: ANN001, ANN202
+    """y[first:end] of one token, its sums in registers from the first slot to the last rounding.
 
-    facts: (PRODUCT, SHARED, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO), compile-time numbers. slots: where the addresses and
-    the weights of the present slots lie, group after group; starts: where the groups' bounds lie. ends: the addresses
-    of y and of the shared row. factors: the routed scale, the gate.
+    facts: (K, GROUPS, PRODUCT, SHARED, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO), compile-time numbers. slots: where the K
+    rows' addresses and weights lie. ends: the addresses of y and of the shared row. factors: routed scale, gate.
     """
     literals, kind = [fact.literal_value for fact in facts.types], types.unliteral(tag)
     pair, i64 = types.UniTuple(types.int64, 2), types.int64
-    signature = types.void(facts, kind, pair, i64, i64, i64, i64, pair, types.UniTuple(types.float32, 2))
+    signature = types.void(facts, kind, pair, i64, i64, pair, types.UniTuple(types.float32, 2))
 
     def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
-        element, column = context.get_value_type(kind), args[5]
+        element, column = context.get_value_type(kind), args[3]
         for lanes in _LANES:
             column = _emit_columns(builder, literals, kind, element, lanes, column, args)
         return context.get_dummy_value()
@@ -145,7 +154,7 @@ def _columns(typingctx, facts, tag, slots, starts, groups, first, end, ends, fac
 
 def _emit_columns(builder, facts, tag, element, lanes, first, args):  # noqa: ANN001, ANN202
     """Columns from `first` on, `lanes` at a time while so many are left; returns the first that is left."""
-    _, _, slots, starts, groups, _, end, ends, factors = args
+    (K, GROUPS, PRODUCT, *_), (_, _, slots, _, end, ends, factors) = facts, args
     addresses, weights, y, shared = (builder.extract_value(two, i) for two in (slots, ends) for i in range(2))
     scale, gate = (_emit_broadcast(builder, builder.extract_value(factors, i), lanes) for i in range(2))
     vector, sums = (ir.VectorType(kind, lanes) if lanes > 1 else kind for kind in (element, _F32))
@@ -162,29 +171,22 @@ def _emit_columns(builder, facts, tag, element, lanes, first, args):  # noqa: AN
     count = builder.sdiv(builder.sub(end, first), _I64(lanes))
     with cgutils.for_range(builder, count) as chunk:
         column = builder.add(first, builder.mul(chunk.index, _I64(lanes)))
-        total, acc = (cgutils.alloca_once(builder, sums) for _ in range(2))
-        builder.store(zero, total)
-        with cgutils.for_range(builder, groups) as group:
-            builder.store(zero, acc)
-            start, stop = (builder.load(at(starts, builder.add(group.index, _I64(i)), _I64)) for i in range(2))
-            with cgutils.for_range(builder, stop, start=start) as slot:
-                row = builder.load(at(addresses, slot.index, _I64))
-                weight = _emit_broadcast(builder, builder.load(at(weights, slot.index, _F32)), lanes)
-                builder.store(
-                    _emit_multiply_add(builder, facts[0], tag, builder.load(acc), read(row, column), weight), acc
-                )
-            group_sum = builder.load(acc)
-            is_first = builder.icmp_signed("==", group.index, _I64(0))  # -0 stays -0: nothing is added to it
-            later = builder.fadd(builder.load(total), group_sum)
-            builder.store(builder.select(is_first, group_sum, later), total)
-        value = _emit_end(builder, facts, tag, builder.load(total), lambda: read(shared, column), scale, gate)
+        total = None
+        for g in range(GROUPS):
+            acc = zero
+            for k in range(g, K, GROUPS):
+                row = builder.load(at(addresses, _I64(k), _I64))
+                weight = _emit_broadcast(builder, builder.load(at(weights, _I64(k), _F32)), lanes)
+                acc = _emit_multiply_add(builder, PRODUCT, tag, acc, read(row, column), weight)
+            total = acc if total is None else builder.fadd(total, acc)
+        value = _emit_end(builder, facts[3:], tag, total, lambda: read(shared, column), scale, gate)
         builder.store(value, builder.bitcast(at(y, column, element), vector.as_pointer()), align=bytes_each)
     return builder.add(first, builder.mul(count, _I64(lanes)))
 
 
 def _emit_end(builder, facts, tag, value, read_shared, scale, gate):  # noqa: ANN001, ANN202
-    """The stored elements of y, from the sum of the routed rows."""
-    _, SHARED, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO = facts
+    """The stored elements of y, from the sum of the routed rows; facts: from SHARED on."""
+    SHARED, SCALE, TWO_ROUNDINGS, POSITIVE_ZERO = facts
     if SCALE == 2:
         value = _emit_rounded(builder, tag, value)
     if SCALE:
@@ -207,7 +209,7 @@ def _emit_end(builder, facts, tag, value, read_shared, scale, gate):  # noqa: AN
 
 @intrinsic(prefer_literal=True)
 def _end(typingctx, facts, value, bits, factors):  # noqa: ANN001, ANN202
-    """The stored element of y, from a sum and the shared element; facts and factors as `_columns` has them."""
+    """The stored element of y, from a sum and the shared element; facts from SHARED on, factors as `_columns`."""
     literals, kind = [fact.literal_value for fact in facts.types], types.unliteral(bits)
 
     def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
@@ -239,11 +241,13 @@ def _cached(kernel: Callable[..., Any], *facts: Any) -> Any:
 
 
 def _kernel(
-    DTYPE: torch.dtype, PRODUCT: int, SHARED: int, SCALE: int, TWO_ROUNDINGS: bool, POSITIVE_ZERO: bool, *, cache: bool
-) -> Any:
+    DTYPE: torch.dtype, K: int, GROUPS: int, PRODUCT: int, SHARED: int, SCALE: int, TWO_ROUNDINGS: bool,
+    POSITIVE_ZERO: bool, *, cache: bool,
+) -> Any:  # fmt: skip
     """The kernel for one set of compile-time facts: a C function of one pointer, kept on disk by numba.
 
-    PRODUCT: index into PRODUCTS. SHARED: 0 none, 1 plain, 2 gated. SCALE: 0 none, 1 f32, 2 round_row.
+    GROUPS: slot k belongs to group k % GROUPS; the groups' sums are added in order. PRODUCT: index into PRODUCTS.
+    SHARED: 0 none, 1 plain, 2 gated. SCALE: 0 none, 1 f32, 2 round_row.
     """
     tag, made_of = TAGS[DTYPE], SOURCE
     TWO, POSITIVE = int(TWO_ROUNDINGS), int(POSITIVE_ZERO)
@@ -253,51 +257,37 @@ def _kernel(
         _ = made_of
         (
             _, T, turn, rows_at, rows_stride, map_at, weights_at, shared_at, shared_stride, gate_at, out_at, out_stride,
-            K, H, main, limit, groups, scale_bits,
-        ) = numba.carray(call, 18)  # fmt: skip
+            H, main, limit, absent_at, scale_bits,
+        ) = numba.carray(call, 17)  # fmt: skip
         row_of = numba.carray(_pointer(map_at, 0), T * K)
         weights = numba.carray(_pointer(weights_at, numba.float32(0)), T * K)
         gates = numba.carray(_pointer(gate_at, numba.float32(0)), T)
         factor = _float_of_bits(scale_bits)
         edge = np.empty(4, np.float32)  # torch_cpu: accumulators of one of the last columns
-        at = np.empty(K, np.int64)  # address and weight of the present slots, group after group
-        by = np.ones(K, np.float32)
-        starts = np.empty(groups + 1, np.int64)
+        at, by = np.empty(K, np.int64), np.empty(K, np.float32)  # a token's rows and their weights
         first = _take(call, turn)
         while first < T:
             for t in range(first, min(first + turn, T)):
-                n = 0
-                for g in range(groups):
-                    starts[g] = n
-                    for k in range(g, K, groups):
-                        r = row_of[t * K + k]
-                        if 0 <= r < limit:
-                            at[n] = rows_at + r * rows_stride
-                            if PRODUCT != 0:
-                                by[n] = weights[t * K + k]
-                            n += 1
-                starts[groups] = n
+                for k in range(K):
+                    r = row_of[t * K + k]
+                    present = 0 <= r < limit
+                    at[k] = rows_at + r * rows_stride if present else absent_at
+                    by[k] = weights[t * K + k] if PRODUCT != 0 and present else numba.float32(0)
                 y_at, s_at = out_at + t * out_stride, shared_at + t * shared_stride
                 factors = (factor, gates[t] if SHARED == 2 else numba.float32(1))
                 _columns(
-                    (PRODUCT, SHARED, SCALE, TWO, POSITIVE), tag, (at.ctypes.data, by.ctypes.data),
-                    starts.ctypes.data, groups, 0, main, (y_at, s_at), factors,
+                    (K, GROUPS, PRODUCT, SHARED, SCALE, TWO, POSITIVE), tag, (at.ctypes.data, by.ctypes.data), 0, main,
+                    (y_at, s_at), factors,
                 )  # fmt: skip
                 if main < H:
                     y, s = _row(y_at, tag, H), _row(s_at, tag, H)
                     for c in range(main, H):
                         edge[:] = 0
                         for k in range(K):
-                            r = row_of[t * K + k]
-                            if 0 <= r < limit:
-                                x = _row(rows_at + r * rows_stride, tag, H)
-                                w = weights[t * K + k] if PRODUCT != 0 else numba.float32(1)
-                                e = k % 4 if k < K // 4 * 4 else 0
-                                edge[e] = _multiply_add(PRODUCT, edge[e], x[c], w)
+                            e = k % 4 if k < K // 4 * 4 else 0
+                            edge[e] = _multiply_add(PRODUCT, edge[e], _row(at[k], tag, H)[c], by[k])
                         v = ((edge[0] + edge[1]) + edge[2]) + edge[3]
-                        y[c] = _end(
-                            (PRODUCT, SHARED, SCALE, TWO, POSITIVE), v, s[c] if SHARED != 0 else tag, factors
-                        )  # fmt: skip
+                        y[c] = _end((SHARED, SCALE, TWO, POSITIVE), v, s[c] if SHARED != 0 else tag, factors)
             first = _take(call, turn)
 
     return finalize_cpu
