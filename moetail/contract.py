@@ -67,12 +67,12 @@ class UnfinalizedMoEOutput:
         if w is not None:
             w.admit("rows", self.rows, self.num_tokens)
         if w is None or w.world_size == 1:
-            return torch.ops.moetail.finalize(*inputs)
+            return torch.ops.moetail.finalize.default(*inputs)
         if torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (self.rows, self.weights, shared)
         ):
             raise ValueError("gradients must not be wanted across ranks, got a tensor that requires them")
-        return torch.ops.moetail.finalize_all_reduce(
+        return torch.ops.moetail.finalize_all_reduce.default(
             *inputs, w.control, w.group_name, w.rank, w.world_size, w.max_tokens, w.one_gpu
         )
 

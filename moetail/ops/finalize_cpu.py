@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,16 +64,16 @@ def launch(
 ) -> None:
     """Write `out`. The arguments are checked, `numerics` is concrete, T >= 1."""
     call = prepare(rows, row_map, weights, shared, shared_gate, num_valid_rows, routed_scale, numerics, out)
-    cpu_threads.run(call.function, call.arguments.ctypes.data, call.threads)
+    cpu_threads.run(call.function, call.arguments.buffer_info()[0], call.threads)
 
 
 @dataclass(frozen=True)
 class Call:
     """A C function, its argument and how many threads may run it at once. The argument begins with the token to take
-    next, the end of the tokens and how many to take in a turn; `alive` holds the tensors that it points to."""
+    next, the end of the tokens and how many to take in a turn; `alive` holds the tensors of ours that it points to."""
 
     function: int
-    arguments: np.ndarray
+    arguments: array[int]
     threads: int
     alive: tuple[torch.Tensor | None, ...]
 
@@ -90,38 +91,53 @@ def prepare(
 ) -> Call:
     (T, K), (R, H) = row_map.shape, rows.shape
     limit = R if num_valid_rows is None else min(R, int(num_valid_rows))
-    row_map = row_map.to(torch.int64).contiguous()
-    weights = None if weights is None else weights.to(torch.float32).contiguous()
+    if row_map.dtype != torch.int64 or not row_map.is_contiguous():
+        row_map = row_map.to(torch.int64).contiguous()
+    if weights is not None and (weights.dtype != torch.float32 or not weights.is_contiguous()):
+        weights = weights.to(torch.float32).contiguous()
     gate = None if shared_gate is None else torch.sigmoid(shared_gate.float()).contiguous()
     if gate is not None and numerics.rounding == "two":
         gate = gate.to(rows.dtype).float()
+    kind = _kind(rows.dtype, K, H, numerics, 0 if shared is None else 1 if gate is None else 2, routed_scale)
+    threads = min(torch.get_num_threads(), T, 1 + T * K * H * rows.element_size() // _BYTES_PER_THREAD)
+    tokens_a_turn = max(1, T // (8 * threads))
+    arguments = array("q", (
+        0, T, tokens_a_turn, rows.data_ptr(), _row_bytes(rows), row_map.data_ptr(), _address(weights), _address(shared),
+        _row_bytes(shared), _address(gate), out.data_ptr(), _row_bytes(out), H, kind.main, limit,
+        kind.absent.data_ptr(), kind.scale_bits,
+    ))  # fmt: skip
+    return Call(kind.function, arguments, threads, (row_map, weights, gate))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What many calls have in common. main: the columns that are added in slot order. absent [H]: the row of an absent
+    slot, minus zeros; to add it, with whatever weight that is not negative, changes no bit of any sum."""
+
+    function: int
+    main: int
+    absent: torch.Tensor
+    scale_bits: int
+
+
+# One lookup: in a decode step every Python object that a call touches comes from memory, because the weights have just
+# streamed through the caches.
+@functools.lru_cache(maxsize=256)
+def _kind(dtype: torch.dtype, K: int, H: int, numerics: Numerics, shared_kind: int, routed_scale: float) -> _Kind:
+    in_one_row = numerics.order == "torch_cpu"
     kernel = _compiled(
-        rows.dtype,
+        dtype,
         K,
-        1 if numerics.order == "torch_cpu" else len(slot_groups(numerics.order, K)),
+        1 if in_one_row else len(slot_groups(numerics.order, K)),
         PRODUCTS.index(numerics.product),
-        0 if shared is None else 1 if gate is None else 2,
+        shared_kind,
         0 if routed_scale == 1.0 else 1 if numerics.scale == "f32" else 2,
         numerics.rounding == "two",
         numerics.zero == "positive",
     )
-    main = torch_cpu_main_columns(H) if numerics.order == "torch_cpu" else H
-    threads = min(torch.get_num_threads(), T, 1 + T * K * H * rows.element_size() // _BYTES_PER_THREAD)
-    tokens_a_turn = max(1, T // (8 * threads))
-    absent = _minus_zeros(H, rows.dtype)
     scale_bits = int(np.float32(routed_scale).view(np.int32))
-    arguments = np.array([
-        0, T, tokens_a_turn, rows.data_ptr(), _row_bytes(rows), row_map.data_ptr(), _address(weights), _address(shared),
-        _row_bytes(shared), _address(gate), out.data_ptr(), _row_bytes(out), H, main, limit, absent.data_ptr(),
-        scale_bits,
-    ], dtype=np.int64)  # fmt: skip
-    return Call(kernel.address, arguments, threads, (rows, row_map, weights, shared, gate, out, absent))
-
-
-@functools.lru_cache(maxsize=16)
-def _minus_zeros(H: int, dtype: torch.dtype) -> torch.Tensor:
-    """The row of an absent slot: to add it, with whatever weight that is not negative, changes no bit of any sum."""
-    return torch.full((H,), -0.0, dtype=dtype)
+    main = torch_cpu_main_columns(H) if in_one_row else H
+    return _Kind(kernel.address, main, torch.full((H,), -0.0, dtype=dtype), scale_bits)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

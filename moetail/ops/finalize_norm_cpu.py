@@ -53,7 +53,7 @@ def launch(
     T, H = out.shape
     turn = int(finalize.arguments[2])
     call = np.array([
-        0, T, turn, finalize.function, finalize.arguments.ctypes.data, finalize.arguments.size, H, out.data_ptr(),
+        0, T, turn, finalize.function, *finalize.arguments.buffer_info(), H, out.data_ptr(),
         *(finalize_cpu._row_bytes(t) for t in (out, residual, residual_out)), residual.data_ptr(),
         residual_out.data_ptr(), factor.data_ptr(), finalize_cpu._address(post_factor),
         int(np.float32(eps).view(np.int32)),
