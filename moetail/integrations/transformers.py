@@ -57,6 +57,7 @@ from transformers.integrations.moe import (  # noqa: E402
 
 TAIL = TailSpec(Numerics.TRANSFORMERS)
 _LIMIT = "_moetail_limit"  # of an experts module: `_swiglu_limit`
+_OF_CONFIG = "_moetail_of_config"  # the same: `_config_reason`, which asks transformers' slow attributes (47 us a call)
 _SHARED_EXPERTS = (
     "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert",
     "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
@@ -129,7 +130,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if set(EXPERTS.values()) & set(model.get_experts_implementation().values()):
         model.set_experts_implementation(stock)
     for module in model.modules():
-        module.__dict__.pop(_LIMIT, None)
+        for name in (_LIMIT, _OF_CONFIG):
+            module.__dict__.pop(name, None)
     return model
 
 
@@ -327,9 +329,18 @@ def _static_reason(dtype: torch.dtype, device: torch.device, K: int, H: int) -> 
 def _finalize_only_reason(experts: Any) -> Reason | None:
     if "forward" in vars(experts) or experts._forward_hooks or torch.nn.modules.module._global_forward_hooks:
         return Reason.WRAPPED
-    if is_transformed(experts.config):
+    known: tuple[Reason | None] | None = vars(experts).get(_OF_CONFIG)
+    if known is None:
+        known = (_config_reason(experts.config),)
+        if not torch.compiler.is_compiling():
+            vars(experts)[_OF_CONFIG] = known
+    return known[0]
+
+
+def _config_reason(config: Any) -> Reason | None:
+    if is_transformed(config):
         return Reason.TRANSFORMED
-    return None if has_shared_experts(experts.config) else Reason.NO_SHARED_EXPERTS
+    return None if has_shared_experts(config) else Reason.NO_SHARED_EXPERTS
 
 
 def is_transformed(config: Any) -> bool:
