@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from moetail.bench import record
+from moetail.bench import record, stats
 from moetail.bench.compare import Comparison
 
 # What of an op is its definition in torch on a CPU, and no kernel.
@@ -19,6 +20,7 @@ _DEFINED_ON_CPU = {
     "experts": "permute and grouped_gemm", "fused_experts": "permute and grouped_gemm",
     "moe_block": "route, permute and grouped_gemm",
 }  # fmt: skip
+_VLLM = "vllm fused_experts"
 _MARKED = re.compile(r"(<!-- (?P<kind>table|kernels): (?P<files>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -168,21 +170,40 @@ def conformance_table(row: dict[str, Any]) -> Table:
 
 
 def markdown_table(records: list[dict[str, Any]]) -> str:
-    """A README's table: every row of the records, losses included."""
+    """A README's table: every row of the records, losses included. Of `bench forward`, `bench serve` (vLLM) and
+    `bench kernels --op fused_experts` (before: vLLM's)."""
     lines = [
         "| model | machine | case | tokens | before ms | after ms | ratio [95 %] | differing bits | verdict |",
         "|---|---|---|---:|---:|---:|---|---:|---|",
     ]
-    for content in records:
-        machine = content["machine"]
-        where = machine["gpu"] or f"{machine['threads']} CPU cores"
-        for row in content["rows"]:
-            a, b = (row["arms"][arm]["median_us"] / 1e3 for arm in _arms(row))
-            lines.append(
-                f"| {row['model']} | {where} | {row['case']} | {row['T']} | {a:.3f} | {b:.3f} "
-                f"| {_interval(row['ratio'])} | {row['differing_bits']} | {row['verdict']} |"
-            )
+    lines += ["| " + " | ".join(line) + " |" for content in records for line in _steps(content)]
     return "\n".join(lines) + f"\n\nMeasured {_stamps(records)}.\n"
+
+
+def _steps(content: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    machine, asked = content["machine"], content.get("settings", {})
+    where = machine["gpu"] or f"{machine['threads']} CPU cores"
+    for row in content["rows"]:
+        if content["kind"] == "kernels":
+            if _VLLM not in row["ratios"]:
+                continue
+            model, case, arms, differing = f"experts of E={row['E']} K={row['K']}", row["op"], (_VLLM, "moetail"), "-"
+            ratio = _inverse(row["ratios"][_VLLM])
+            aa = stats.Interval(row["aa"]["b_over_a"], row["aa"]["low"], row["aa"]["high"])
+            verdict = stats.judge(stats.Interval(*ratio.values()), aa, 0).word
+        elif "ratio" not in row:  # the tokens of `bench serve`
+            continue
+        else:
+            model = row.get("model") or f"vLLM, {asked['model']}, {asked['layers']} layers"
+            case, ratio, differing, verdict = row["case"], row["ratio"], str(row["differing_bits"]), row["verdict"]
+            arms = _arms(row)
+        a, b = (f"{row['arms'][arm]['median_us'] / 1e3:.3f}" for arm in arms)
+        yield model, where, case, str(row["T"]), a, b, _interval(ratio), differing, verdict
+
+
+def _inverse(ratio: dict[str, float]) -> dict[str, float]:
+    """Ours over the baseline, of the baseline over ours."""
+    return {"b_over_a": 1 / ratio["value"], "low": 1 / ratio["high"], "high": 1 / ratio["low"]}
 
 
 def kernels_markdown(records: list[dict[str, Any]]) -> str:
@@ -205,20 +226,20 @@ def _stamps(records: list[dict[str, Any]]) -> str:
 
 
 def with_tables(readme: str, root: Path) -> str:
-    """The text with every block `<!-- table: FILE ... -->` (forward) or `<!-- kernels: FILE ... -->`, to
+    """The text with every block `<!-- table: FILE ... -->` (steps) or `<!-- kernels: FILE ... -->`, to
     `<!-- end -->`, made anew from its records. Raises: ValueError where one of them is none."""
 
     def fill(match: re.Match[str]) -> str:
-        kind = "forward" if match["kind"] == "table" else "kernels"
+        kind = None if match["kind"] == "table" else "kernels"
         records = [record.read(f"{match['kind']} of README.md", root / n, kind) for n in match["files"].split()]
-        table = markdown_table(records) if kind == "forward" else kernels_markdown(records)
+        table = markdown_table(records) if kind is None else kernels_markdown(records)
         return f"{match[1]}{table}{match[4]}"
 
     return _MARKED.sub(fill, readme)
 
 
 def _arms(row: dict[str, Any]) -> tuple[str, str]:
-    a, b = (name for name in row["arms"] if name != "control")
+    a, b = (name for name in row["arms"] if name not in ("control", "repeat"))
     return a, b
 
 
