@@ -59,3 +59,40 @@ def test_a_definition_on_a_cpu_is_called_one(op):
 @pytest.mark.parametrize(("op", "defined"), [("finalize", False), ("finalize_norm", False), ("finalize_mhc", True)])
 def test_what_has_a_kernel_on_a_cpu_is_not(op, defined):
     assert ("the definition in torch" in printed(tables.kernels_table([kernels_row(op, "cpu")]))) == defined
+
+
+MACHINE = {"gpu": "NVIDIA H200", "threads": 16, "date": "2026-12-01", "commit": "abc"}
+
+
+def test_a_readme_has_the_losses_against_vllms_experts():
+    row = {
+        "op": "fused_experts", "E": 8, "K": 2, "T": 1, "aa": {"b_over_a": 1.0, "low": 0.999, "high": 1.001},
+        "ratios": {"torch": {"value": 2.0, "low": 2.0, "high": 2.0},
+                   "vllm fused_experts": {"value": 0.8, "low": 0.75, "high": 0.8}},
+        "arms": {"moetail": {"median_us": 50.0}, "torch": {"median_us": 100.0}, "control": {"median_us": 50.0},
+                 "vllm fused_experts": {"median_us": 40.0}},
+    }  # fmt: skip
+    without = {**row, "ratios": {"torch": row["ratios"]["torch"]}}
+    made = tables.markdown_table([{"kind": "kernels", "machine": MACHINE, "rows": [row, without]}])
+    lines = [line for line in made.splitlines() if line.startswith("| experts")]
+    assert lines == [
+        "| experts of E=8 K=2 | NVIDIA H200 | fused_experts | 1 | 0.040 | 0.050 | 1.250 [1.250, 1.333] | - | slower |"
+    ]
+
+
+def test_a_readme_has_vllms_steps():
+    ratio = {"b_over_a": 0.99, "low": 0.98, "high": 1.0}
+    row = {
+        "case": "decode8", "T": 8, "ratio": ratio, "differing_bits": 0, "verdict": "same",
+        "arms": {"stock": {"median_us": 1000.0}, "control": {"median_us": 1001.0}, "moetail": {"median_us": 990.0},
+                 "repeat": {"median_us": 991.0}},
+    }  # fmt: skip
+    settings = {"model": "qwen1.5-moe", "layers": 8}
+    tokens = {"case": "tokens8x512", "T": 8, "arms": {}, "verdict": "same"}
+    made = tables.markdown_table(
+        [{"kind": "serve", "machine": MACHINE, "settings": settings, "rows": [tokens, row]}]
+    )  # fmt: skip
+    assert made.splitlines()[2:4] == [
+        "| vLLM, qwen1.5-moe, 8 layers | NVIDIA H200 | decode8 | 8 | 1.000 | 0.990 | 0.990 [0.980, 1.000] | 0 | same |",
+        "",
+    ]
