@@ -67,7 +67,7 @@ def test_prefill_and_decode_have_the_same_bits(config, text, tmp_path):
 def test_a_wrong_bit_is_found_and_fails(config, text, monkeypatch):
     real = torch.ops.moetail.finalize.default
     wrong = lambda *args: torch.nextafter(real(*args), torch.tensor(torch.inf, dtype=torch.bfloat16))  # noqa: E731
-    monkeypatch.setattr("moetail.contract.torch.ops.moetail.finalize", wrong)
+    monkeypatch.setattr("moetail.contract.torch.ops.moetail.finalize", SimpleNamespace(default=wrong))
     result = run("--model", config, "--text", text, "--case", "prefill=16", "--rounds", 4)
     assert result.exit_code == cli.SLOWER
     assert "bits differ: no speed counts" in result.output

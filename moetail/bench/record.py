@@ -32,9 +32,9 @@ def record(
     }  # fmt: skip
 
 
-def read(name: str, path: Path, kind: str | None = None) -> dict[str, Any]:
-    """The record that the argument `name` gives. Raises: ValueError where it is none, or not of that kind."""
-    what = "a record that a bench wrote" if kind is None else f"a record of kind {kind} that a bench wrote"
+def read(name: str, path: Path, *kinds: str) -> dict[str, Any]:
+    """The record that the argument `name` gives. Raises: ValueError where it is none, or of none of these kinds."""
+    what = f"a record of kind {' or '.join(kinds)} that a bench wrote" if kinds else "a record that a bench wrote"
     content = files.read_json(name, path, what)
     if not isinstance(content, dict):
         raise files.not_a(name, path, what, f"it is a {type(content).__name__}")
@@ -44,7 +44,7 @@ def read(name: str, path: Path, kind: str | None = None) -> dict[str, Any]:
         raise files.not_a(name, path, what, f"it has no {', '.join(missing)}")
     if content["schema"] != SCHEMA:
         raise files.not_a(name, path, what, f"its schema is {content['schema']}, and {SCHEMA} is read here")
-    if kind not in (None, content["kind"]):
+    if kinds and content["kind"] not in kinds:
         raise files.not_a(name, path, what, f"its kind is {content['kind']}")
     if not all(isinstance(row, dict) for row in content["rows"]):
         raise files.not_a(name, path, what, "its rows are no objects")

@@ -230,9 +230,10 @@ def with_tables(readme: str, root: Path) -> str:
     `<!-- end -->`, made anew from its records. Raises: ValueError where one of them is none."""
 
     def fill(match: re.Match[str]) -> str:
-        kind = None if match["kind"] == "table" else "kernels"
-        records = [record.read(f"{match['kind']} of README.md", root / n, kind) for n in match["files"].split()]
-        table = markdown_table(records) if kind is None else kernels_markdown(records)
+        steps = match["kind"] == "table"
+        kinds = ("forward", "serve", "kernels") if steps else ("kernels",)
+        records = [record.read(f"{match['kind']} of README.md", root / n, *kinds) for n in match["files"].split()]
+        table = markdown_table(records) if steps else kernels_markdown(records)
         return f"{match[1]}{table}{match[4]}"
 
     return _MARKED.sub(fill, readme)
