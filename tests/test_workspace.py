@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import time
 
 import pytest
 import torch
@@ -247,3 +248,30 @@ def test_refused_inside_a_capture():
     with torch.cuda.graph(graph):
         with pytest.raises(RuntimeError, match="^a Workspace must be made and destroyed outside of a CUDA"):
             Workspace(None, 4, 16)
+
+
+def dropped_at_once(group, slow):
+    """How many of 20 workspaces are made where all ranks but the last drop theirs before the last one is done."""
+    from moetail.comm import workspace
+
+    real, made = workspace._gloo_group, 0
+
+    def late(*args):
+        exchange = real(*args)
+        time.sleep(slow if group.rank() == group.size() - 1 else 0)
+        return exchange
+
+    workspace._gloo_group = late
+    try:
+        for _ in range(20):
+            before = time.perf_counter()
+            Workspace(group, 4, 8, device=CPU)
+            made += time.perf_counter() - before >= slow
+    finally:
+        workspace._gloo_group = real
+    return made
+
+
+def test_no_rank_goes_on_before_all_are_connected(three):
+    """Else it may drop its workspace, and close the connections that a peer is making."""
+    assert three.run(dropped_at_once, 0.02) == [20] * 3

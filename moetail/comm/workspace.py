@@ -206,7 +206,11 @@ class Workspace:
         if group is None or world_size == 1:
             self._own(rank, facts, here, peers=[0], memory=None)
         elif here.type == "cpu":
-            exchange = _gloo_group(group, name, timeout_s)
+            exchange = _attempted(lambda: _gloo_group(group, name, timeout_s))
+            # A rank that is done first may drop the workspace at once: its connections close under a peer that is
+            # still making them ("Connection closed by peer").
+            _from_all(exchange if isinstance(exchange, Exception) else None, group, here)
+            assert not isinstance(exchange, Exception), "it raised"
             self._own(rank, facts, here, peers=[0] * world_size, memory=exchange)
             self.group_name = name
             gloo_groups[name] = exchange
