@@ -22,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import moetail.integrations.transformers  # noqa: F401  registers the "moetail" experts
-from moetail.bench import models, tail
+from moetail.bench import memory, models, tail
 from moetail.bench.cases import Case
 from moetail.bench.routing import balanced_tables, check_routing, recorded, replaced
 from moetail.bench.step import Step, Tails
@@ -96,6 +96,10 @@ class TransformersModel:
         longest, limit = _max_kv_len(case), getattr(config, "max_position_embeddings", None)
         if limit is not None and longest > limit:
             raise ValueError(f"case {case.name}: KV length must be <= the model's {limit} positions, got {longest}")
+        # Checked and not tried: where a CPU's memory runs out, the system ends the process.
+        slots = getattr(config, "num_experts_per_tok", 1)
+        rows = case.num_tokens * slots * config.hidden_size * self.model.dtype.itemsize
+        memory.check_fits(f"case {case.name}", rows, self.device, "the expert rows of one layer take")
         if not _has_prefix(case):
             return
         if other := _other_cache_layers(self.model.config):
